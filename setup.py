@@ -16,5 +16,9 @@ setup(
         for package in (folder, *(f"{folder}.{sub}" for sub in find_packages(folder, exclude=NOT_SHIPPED)))
     ],
     package_dir={f"isoloss.{folder}": folder for folder in FOLDERS},
-    package_data={"": ["py.typed"], "isoloss.recipes": ["conf/**/*.yaml", "assets/**/*"]},
+    package_data={
+        "": ["py.typed"],
+        "isoloss.recipes": ["conf/**/*.yaml", "assets/**/*"],
+        "isoloss.tools.migrate": ["*.toml"],
+    },
 )

@@ -32,7 +32,7 @@ from sft_step import M27, make_samples
 from isoloss.engine.checkpoint.saver import Saver
 from isoloss.engine.config.parse import build
 from isoloss.engine.config.schema import CheckpointConfig, Config, LossConfig
-from isoloss.engine.instruments.garbage import Garbage
+from isoloss.engine.instruments.startup import Garbage
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.losses import cross_entropy
 from isoloss.models.weights.weight_map import num_parameters

@@ -31,6 +31,7 @@ from isoloss.engine.config.schema import BatchConfig, Config, ModelConfig, Paral
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.losses import Loss, negative_log_likelihood
 from isoloss.models.architecture import Architecture
+from isoloss.models.kinds.kind import SoftmaxAttention
 from isoloss.parallel import Layout
 from isoloss.parallel.attention import kv_repeats
 
@@ -65,9 +66,11 @@ MODEL = {
 def formula(arch: Architecture, layout: Layout, tokens: int, size: int = 4) -> int:
     """Bytes that a rank sends per layer in a forward and a backward; `size` bytes an element (docs/parallelism.md)."""
     ulysses, ring = layout.ulysses, layout.ring
-    kv_heads = arch.num_kv_heads * kv_repeats(arch.num_heads, arch.num_kv_heads, ulysses)
-    pair = kv_heads * (arch.head_dim + arch.value_dim(0))
-    queries, outputs = arch.num_heads * arch.head_dim, arch.num_heads * arch.value_dim(0)
+    kind = arch.attentions[0]
+    assert isinstance(kind, SoftmaxAttention)
+    kv_heads = kind.kv_heads * kv_repeats(kind.heads, kind.kv_heads, ulysses)
+    pair = kv_heads * (kind.head_dim + kind.value_dim)
+    queries, outputs = kind.heads * kind.head_dim, kind.heads * kind.value_dim
     exchanged = 2 * (ulysses - 1) * (tokens // (ulysses * ring)) * (queries + pair + outputs) // ulysses
     passed = (3 * ring - 2 if ring > 1 else 0) * (tokens // ring) * pair // ulysses
     return (exchanged + passed) * size

@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from isoloss.engine.config.parse import build
 from isoloss.engine.config.schema import Config
-from isoloss.engine.rl.backends.local.continuous_batching import Decoder, generate
-from isoloss.engine.rl.backends.local.megatron_decoder import MegatronDecoder
+from isoloss.engine.rl.backends.local.continuous_batching import ActiveSequence, Decoder, RowScheduler
+from isoloss.engine.rl.backends.local.megatron_backend import MegatronDecoder
 from isoloss.engine.rl.backends.local.transformers_decoder import TransformersDecoder
 from isoloss.engine.rl.trajectory import Request, Sampling
 from isoloss.engine.step.engine import Engine
@@ -49,8 +49,13 @@ def requests_of(prompts: int, group: int, length: int) -> list[Request]:
 def by_isoloss(decoder: Callable[[], Decoder], requests: Sequence[Request], new: int, temperature: float) -> Tensor:
     """The tokens of each request, [B, new]."""
     sampling = Sampling(new, temperature, stop_token_ids=(), seed=0)
-    found = generate(decoder(), requests, sampling, concurrency=len(requests), version=0)
-    return torch.tensor(np.stack([np.asarray(completion.tokens) for completion in found]))
+    rows = [ActiveSequence.start(request, sampling) for request in requests]
+    scheduler = RowScheduler(decoder(), len(requests), 0, lambda row: None)
+    scheduler.add(rows)
+    with torch.inference_mode():
+        while scheduler.busy:
+            scheduler.step()
+    return torch.tensor([row.tokens for row in rows])
 
 
 def by_transformers(model, requests: Sequence[Request], new: int, temperature: float, cache: str | None) -> Tensor:

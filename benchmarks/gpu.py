@@ -34,6 +34,7 @@ from device_step import SHAPES
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import Config
+from isoloss.engine.run.records import RunRecords
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.losses import cross_entropy
 from isoloss.parallel.runtime import device
@@ -160,7 +161,7 @@ def measure_rl(folder: Path, keys: Sequence[str]) -> dict[str, Any]:
     command = [sys.executable, "-m", "isoloss.recipes.grpo", "preset=tiny", f"model.path={folder / 'model'}"]
     command += ["model.from_scratch=true", f"output_dir={folder / 'run'}", *keys]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = list(RunRecords(folder / "run").metrics())
     rows = [row for row in lines if row.get("generate_seconds")][1:] or lines
     names = ("generate_seconds", "train_seconds", "sync_seconds", "response_length_mean", "tokens_per_second")
     return {name: sum(row.get(name) or 0.0 for row in rows) / len(rows) for name in names}

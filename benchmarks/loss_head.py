@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
+from isoloss.parallel.loss_head import CHUNK_ELEMENTS, vocab_parallel_logprobs
 from isoloss.parallel.runtime import process_group
-from isoloss.parallel.vocab import CHUNK_ELEMENTS, vocab_parallel_logprobs
 
 MIB = 1 << 20
 CLAIM = 0.25  # of full fp32 logits

@@ -36,6 +36,7 @@ from isoloss.engine.rl import advantages
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.report import completion_stats
 from isoloss.engine.rl.setup import load_data, open_rewarder, open_rollout
+from isoloss.engine.run.records import RunRecords
 from isoloss.engine.step.engine import Engine
 from isoloss.models.families.registry import read_architecture
 from isoloss.recipes import launch
@@ -52,20 +53,16 @@ def run(recipe: str, *overrides: str) -> None:
         sys.exit(1)
 
 
-def rows_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def seconds_of(folder: Path) -> list[float]:
     """Seconds of training before each number of optimizer steps, 0 among them."""
-    return [0.0, *accumulate(row["seconds"] for row in rows_of(folder / "metrics.jsonl"))]
+    return [0.0, *accumulate(row["seconds"] for row in RunRecords(folder).metrics())]
 
 
 def train_grpo(start: Path, folder: Path, seed: int, overrides: Sequence[str]) -> Curve:
     common = (f"model.path={start}/hf", "preset=tiny", f"train.seed={seed}", f"output_dir={folder}")
     run("grpo", *common, *overrides)
     seconds = seconds_of(folder)
-    return [(seconds[row["step"]], row["reward_mean"]) for row in rows_of(folder / "eval.jsonl")]
+    return [(seconds[row["step"]], row["reward_mean"]) for row in RunRecords(folder).evaluations()]
 
 
 def dealt_at_random(seed: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

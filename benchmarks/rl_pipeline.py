@@ -33,10 +33,11 @@ from importlib.resources import files
 from pathlib import Path
 from unittest import mock
 
-from rl_controls import rows_of, run, train_grpo, versions
+from rl_controls import run, train_grpo, versions
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isoloss.engine.rl.backends.servers import generate
+from isoloss.engine.run.records import RunRecords
 from isoloss.engine.step.engine import Engine
 
 TESTS = Path(__file__).parents[1] / "tests"
@@ -141,7 +142,7 @@ def idle(
             *on_servers(staleness, over_sample, command),
         )  # fmt: skip
     seconds, busy, request_seconds = (after - before for before, after in zip(told[0], told[-1], strict=True))
-    rows = rows_of(folder / "metrics.jsonl")
+    rows = list(RunRecords(folder).metrics())
     return {
         "seconds_per_step": seconds / (steps - 1),
         "trainer_idle": sum(row["generate_seconds"] for row in rows[1:]) / seconds,

@@ -28,9 +28,9 @@ import numpy as np
 import torch.distributed as dist
 from logprob_memory import MIB, of_status
 
-from isoloss.engine.batching.balance import CostModel
+from isoloss.engine.batching.balance import CostModel, Plan
 from isoloss.engine.batching.distribute import Scatter
-from isoloss.engine.batching.plan import Placement, place
+from isoloss.engine.batching.plan import plan_step
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import BatchConfig, ModelConfig
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
@@ -147,13 +147,13 @@ def of_rank(holder: str, completions: int, tokens: int) -> dict[str, float]:
     held = memory.held()
     of_step, batch = batch.next()
 
-    def placed(samples: Sequence[Sample]) -> Placement:
-        return place(samples, Layout(dp=ranks), 4 * tokens, CostModel(1.0, 0.0), share_prefixes=True)
+    def plan(samples: Sequence[Sample]) -> Plan:
+        return plan_step(samples, Layout(dp=ranks), 4 * tokens, CostModel(1.0, 0.0), share_prefixes=True)
 
     if holder == "rank 0":
-        _, of_step = scatter.placed(of_step, placed)
+        _, of_step = scatter.planned(of_step, plan)
     else:
-        placed(of_step)
+        plan(of_step)
     most = memory.most()
     scatter.close()
     rank0.close()

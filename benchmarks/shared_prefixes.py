@@ -72,9 +72,7 @@ BATCHES = [
 
 def flops(engine: Engine, samples: list[Sample], shared: bool) -> float:
     """Of a forward."""
-    pieces = [(0, len(sample)) for sample in samples]
-    if shared:
-        pieces = [(piece.start, piece.stop) for piece in fold([sample.tokens_T for sample in samples])]
+    pieces = fold([sample.tokens_T for sample in samples]).spans if shared else [(0, len(s)) for s in samples]
     output = 2 * output_parameters(engine.arch)
     labels = sum(int(sample.mask_T.sum()) for sample in samples)
     pairs = sum(stop**2 - start**2 for start, stop in pieces) * engine.cost_model.quadratic

@@ -23,12 +23,23 @@ import numpy as np
 
 from isoloss.engine.batching.balance import CostModel, assign_ranks, imbalance, make_plan
 from isoloss.models.architecture import Architecture
+from isoloss.models.kinds.dense import Dense
+from isoloss.models.kinds.grouped_query import GroupedQuery
+from isoloss.models.kinds.layer import Layer
 from isoloss.models.rope import Rope
 
 # A 7B decoder: hidden 3584, 28 layers, 28 heads of 128, 4 kv heads, MLP 18944, vocabulary 152064.
+LAYER = Layer(GroupedQuery(heads=28, kv_heads=4, head_dim=128, rope=Rope(1e4), rotary_dim=128), Dense(18944))
 COST = CostModel.of(
     Architecture(
-        "llama", 28, 3584, 28, 4, 128, 18944, 152064, 1e-6, Rope(1e4), False, False, False, 4096, "bfloat16", 128
+        "llama",
+        (LAYER,) * 28,
+        hidden_size=3584,
+        vocab_size=152064,
+        norm_eps=1e-6,
+        tie_embeddings=False,
+        max_positions=4096,
+        dtype="bfloat16",
     )
 )
 MAX_TOKENS = 4096

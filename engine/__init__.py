@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         TrainConfig,
     )
     from isoloss.engine.step.engine import Engine
-    from isoloss.engine.step.losses import Loss, Term, TokenInputs, negative_log_likelihood
+    from isoloss.engine.step.losses import Loss, Term, TokenInputs, negative_log_likelihood, target_logprobs
 
 __all__ = [
     "BatchConfig",
@@ -37,10 +37,11 @@ __all__ = [
     "TokenInputs",
     "TrainConfig",
     "negative_log_likelihood",
+    "target_logprobs",
 ]
 # Imported when they are first asked for: the engine's take seconds, a configuration's none.
 _LATER = {"Engine": "step.engine", "Sample": "batching.sample"} | dict.fromkeys(
-    ("Loss", "Term", "TokenInputs", "negative_log_likelihood"), "step.losses"
+    ("Loss", "Term", "TokenInputs", "negative_log_likelihood", "target_logprobs"), "step.losses"
 )
 
 

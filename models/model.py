@@ -9,19 +9,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.mcore.activation_memory import KEEP_ALL, ActivationMemory
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.mcore.build import build_chunks
 from isoloss.models.mcore.gpt import PackedGPT, unwrap
-from isoloss.models.mcore.kernels import ALL, Kernels
+from isoloss.models.mcore.kernels import Kernels
+from isoloss.models.mcore.layer_config import PLAIN, BuildOptions
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.mcore.weight_stream import Named, Receives, stream_weights
 from isoloss.models.weights.checkpoint_names import local_name
 from isoloss.models.weights.hf_checkpoint import WeightSource
-from isoloss.models.weights.weight_map import Weight, weight_map
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Mesh
 from isoloss.parallel.collectives import gather_rows, gather_shards, sum_gradient
+from isoloss.parallel.loss_head import LossHeadOptions, softcapped, unrounded_logits, vocab_parallel_logprobs
 from isoloss.parallel.ops.prepacked import PackedMatrix
-from isoloss.parallel.vocab import softcapped, unrounded_logits, vocab_parallel_logprobs
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class LocalWeight:
     """A parameter (or buffer) of this rank and the weight that it is a TP shard of.
 
     tp: the group that the shards are spread over; for an expert that of its own tensor parallelism.
-    replica: the weight also lives on the first pipeline stage (a tied output matrix on the last one); whoever visits
-    every weight once skips it.
+    replica: the weight also lives on the first pipeline stage (a tied output matrix on the last one); a visit of every
+    weight once skips it.
     first: whether, of the ranks of its stage that hold this very shard, this one is the first.
     """
 
@@ -45,11 +46,11 @@ class LocalWeight:
 class Model:
     """This rank's part of a model.
 
-    chunks: one, or `vpp` of them in an interleaved pipeline; inside of Megatron's DistributedDataParallel once trained.
-    arch: of the whole model.
-    dtype: of the weights.
+    chunks: one module, or `vpp` in an interleaved pipeline; inside of Megatron's DistributedDataParallel once trained.
+    arch: architecture of the whole model.
+    dtype: type of the weights.
     stages: layers of each pipeline stage, in the order of the model.
-    kernels: those of a GPU.
+    kernels: kernels used on a GPU.
 
     Shape suffixes: N labeled positions of this rank's slice of a packed row, V vocabulary columns of this TP rank.
     """
@@ -68,27 +69,17 @@ class Model:
         mesh: Mesh,
         dtype: torch.dtype,
         stages: Sequence[int] | None = None,
-        memory: ActivationMemory = KEEP_ALL,
-        kernels: Kernels = ALL,
-        *,
-        te: bool = False,
-        dispatcher: str = "alltoall",
-        deterministic: bool = False,
+        options: BuildOptions = PLAIN,
     ) -> "Model":
-        """With uninitialised weights.
+        """Build this rank's part of a model, with uninitialised weights.
 
-        stages: None: of even cost.
-        te: of Transformer Engine's modules.
-        dispatcher: of tokens to their experts.
-        deterministic: without Megatron's operations whose repetitions differ on a GPU.
+        stages: layers of each; None: stages of even cost.
 
         Collectives: with tied embeddings and a pipeline, Megatron exchanges the embedding between first and last stage.
         """
         stages = tuple(stages or stage_layers(arch, mesh.layout))
-        chunks = build_chunks(
-            arch, mesh, dtype, stages, memory, kernels, te=te, dispatcher=dispatcher, deterministic=deterministic
-        )
-        return cls(chunks, arch, mesh, dtype, stages, kernels)
+        chunks = build_chunks(arch, mesh, dtype, stages, options)
+        return cls(chunks, arch, mesh, dtype, stages, options.kernels)
 
     @property
     def modules(self) -> list[PackedGPT]:
@@ -128,11 +119,10 @@ class Model:
             targets_N,
             self.arch.vocab_size,
             self.mesh.tp,
-            temperature=temperature,
-            softcap=self.arch.logit_softcap,
-            with_entropy=with_entropy,
-            fused=self.kernels.loss_head and hidden.is_cuda,
-            main_grad_VD=module.output_gradient(),
+            LossHeadOptions(
+                temperature, self.arch.logit_softcap, with_entropy, fused=self.kernels.loss_head and hidden.is_cuda
+            ),
+            module.output_gradient(),
         )
 
     def values(self, hidden: Tensor, labelled_N: Tensor) -> Tensor:
@@ -196,7 +186,7 @@ class Model:
         decoder, layers, index, *within = name.split(".")
         modules: Any = module.decoder.layers
         layer = modules[int(index)].layer_number - 1
-        rest = local_name(".".join(within), self.arch, layer).split(".")
+        rest = local_name(".".join(within), self.arch.layers[layer]).split(".")
         if "local_experts" in rest:
             assert self.arch.experts is not None
             place = rest.index("local_experts") + 1
@@ -222,10 +212,10 @@ class Model:
     def hf_tensors(
         self, dtype: torch.dtype, arch: Architecture | None = None, own_dtypes: Mapping[str, torch.dtype] = {}
     ) -> Iterator[tuple[str, Tensor, bool]]:
-        """Hugging Face names and tensors of this rank, and whether it is the one of all ranks to write this one.
+        """Yield Hugging Face names and tensors of this rank, and True where this rank of all is to write the tensor.
 
-        arch: whose names; default those in the files that the model came from.
-        own_dtypes: of tensors that have another, by name.
+        arch: architecture that names the tensors; default the one of the files that the model came from.
+        own_dtypes: types by name of tensors whose type is not `dtype`.
 
         Tensors are on the model's device and may be the parameters themselves. One weight is in memory at a time, or
         where a tensor holds all experts, one layer's. What is not trained stays fp32. Collective over tp, etp and ep.

@@ -45,7 +45,7 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class Proportional:
-    """Of the pairs of channels only this fraction turns, the fastest: by the angles of a rotation of all."""
+    """A rotation of this fraction of the pairs of channels, the fastest, by the angles of a rotation of all."""
 
     fraction: float
 

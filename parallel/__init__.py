@@ -1,4 +1,4 @@
-"""Process groups, sharding and the loss normalizer. After its import Megatron-Core runs without a GPU."""
+"""Process groups, sharding and the loss normalizer. Importing this package lets Megatron-Core run without a GPU."""
 
 import importlib
 import logging
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from isoloss.parallel.normalizer import GlobalLossNormalizer
 
 __all__ = ["GlobalLossNormalizer", "Layout", "Mesh", "PreemptedError", "UserError"]
-# Imported when they are first asked for: torch and Megatron-Core take seconds, and a mistake in a command line is told
-# before.
+# Imported on first access: torch and Megatron-Core take seconds to import, and a mistake in a command line is reported
+# before that.
 _LATER = {"GlobalLossNormalizer": "isoloss.parallel.normalizer", "Mesh": "isoloss.parallel.mesh"}
 
 
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _BeforeMegatron(MetaPathFinder):
-    """Installs the CUDA stubs when Megatron-Core is first imported, by whomever."""
+    """Installs the CUDA stubs when any module first imports Megatron-Core."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
         if fullname == "megatron":
@@ -43,8 +43,8 @@ if "megatron" in sys.modules:
     _install_cuda_stubs()
 else:
     sys.meta_path.insert(0, _BeforeMegatron())
-# Megatron-Core announces at import every optional package (Transformer Engine, apex, ...) that it does without.
+# Megatron-Core warns at import of every optional package (Transformer Engine, apex, ...) that is missing.
 for _module in ("megatron", "torch.distributed"):
     warnings.filterwarnings("ignore", module=_module)
-# From 0.17 on it imports torch's compiler of extensions, which warns of a CUDA toolkit where there is no GPU.
+# From 0.17 on, Megatron-Core imports torch's compiler of extensions, which warns of CUDA on a machine without a GPU.
 logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -16,7 +16,7 @@ MODES = (
 
 @dataclass(frozen=True)
 class Aggregation:
-    """How per-token terms become one number.
+    """A way in which per-token terms become one number.
 
     mode: one of MODES.
     norm_length: the constant of seq-mean-token-sum-norm, in tokens.

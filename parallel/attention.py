@@ -1,7 +1,8 @@
 """Attention over packed rows: within a rank, and over a grid of Ulysses x ring ranks.
 
-Shape suffixes: R tokens of this rank's slice of a packed row, W tokens of its ring rank (without a ring the whole row),
-T of one document, H query heads, K key/value heads (both of this TP rank), D width of a query or a key, U of a value.
+Shape suffixes: R tokens of this rank's slice of a packed row, W tokens of its ring rank (the whole row if the ring has
+one rank), T tokens of one document, H query heads, K key/value heads (both of this TP rank), D width of a query or a
+key, U width of a value.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from isoloss.parallel.collectives import all_to_all
+from isoloss.parallel.ops.block_attention import Heads
 from isoloss.parallel.ops.kv_cache import KeyValueCache
 from isoloss.parallel.ops.prefix_tree import PrefixTree
 from isoloss.parallel.ops.varlen import VarlenCache
@@ -27,15 +29,15 @@ from isoloss.parallel.ring import ring_attention
 class PackedRow(PackedSeqParams):
     """The documents of a packed row, passed through Megatron's layers to the core attention.
 
-    `qkv_format` stays None: rotary embeddings are looked up by position ids (so any sharding of the row is right),
-    and Megatron's THD branch, which assumes its own zigzag sharding, is not taken.
+    `qkv_format` stays None. Rotary embeddings are looked up by position ids, so any sharding of the row is right;
+    Megatron's THD branch would assume its own zigzag sharding.
 
-    lengths: tokens of each document of the *whole* row, in order; they add up to the row, padding included.
-    parents: where documents share what they begin with, `lengths` are of pieces: see `sequence.PrefixTree`.
-    uploads: what its layers have told the device of it.
-    cache: where rows that are generated keep their keys and values; the row is then of their prompts, or of the newest
-        token of each, and every rank has a row of its own.
-    query_factors_R: what the queries of this rank's slice are multiplied by, in models where that tells their position.
+    lengths: tokens of each document of the whole row, in order; the sum is the length of the row, padding included.
+    parents: if documents share prefixes, the parent of each piece, and `lengths` are tokens of pieces (`PrefixTree`).
+    uploads: tensors on the device that all layers of this row share.
+    cache: keys and values of rows that are generated. The row then has the prompts, or the newest token of each
+        sequence, and every rank has a row of its own.
+    query_factors_R: factors by position for the queries of this rank's slice; None in models that scale no queries.
     """
 
     lengths: tuple[int, ...] = ()
@@ -49,25 +51,10 @@ class PackedRow(PackedSeqParams):
         return PrefixTree(self.lengths, self.parents)
 
     def scaled(self, query_RHD: Tensor) -> Tensor:
+        """Return the queries times their factors by position, in the type of the queries."""
         if self.query_factors_R is None:
             return query_RHD
         return query_RHD * self.query_factors_R.to(query_RHD.dtype)[:, None, None]
-
-
-@dataclass(frozen=True)
-class Heads:
-    """How the query heads of a layer attend.
-
-    scale: of the logits.
-    window: how many tokens a token sees, itself included; None: all before it.
-    sinks_H: a logit for each head that takes part in the softmax and has no value (arXiv:2309.17453, learned).
-    flash: whether FlashAttention may compute it, where there is a kernel.
-    """
-
-    scale: float
-    window: int | None = None
-    sinks_H: Tensor | None = None
-    flash: bool = True
 
 
 def grid_attention(
@@ -79,51 +66,52 @@ def grid_attention(
     ring: dist.ProcessGroup,
     heads: Heads,
 ) -> Tensor:
-    """Causal attention within each document of a row that is split over ring x ulysses. Returns [R, H, U].
+    """Compute causal attention within each document of a row that is split over ring x ulysses, [R, H, U].
 
-    One all-to-all over `ulysses` brings all tokens of the ring rank, for H/degree query heads and the key/value heads
-    they read, to each rank, a second one takes the result back (DeepSpeed-Ulysses, arXiv:2309.14509). In between, keys
-    and values go round the ring. Key/value heads are repeated where the degree does not divide them; autograd sums the
-    gradients of the copies. Collectives: two all-to-alls each way over `ulysses`, and those of `ring_attention`.
+    An all-to-all over `ulysses` gives each rank all tokens of its ring rank for H/degree query heads and the key/value
+    heads that they read; a second one returns the result (DeepSpeed-Ulysses, arXiv:2309.14509). Between the two, keys
+    and values go round the ring.
+    Collectives: two all-to-alls each way over `ulysses`, and those of `ring_attention`.
     """
     degree = ulysses.size()
     if degree == 1:
-        return _ring_or_whole(query_RHD, key_RKD, value_RKU, row, ring, heads)
+        return _attend(query_RHD, key_RKD, value_RKU, row, ring, heads)
+    # Autograd sums the gradients of the copies.
     repeats = kv_repeats(query_RHD.shape[1], key_RKD.shape[1], degree)
     if repeats > 1:
         key_RKD, value_RKU = (t.repeat_interleave(repeats, dim=1) for t in (key_RKD, value_RKU))
     qkv = (query_RHD, key_RKD, value_RKU)
-    mine = [(t.shape[1] // degree, t.shape[2]) for t in qkv]  # heads of a rank, and their width
-    # [degree, R, all channels of a rank]: joined in the order in which they are sent, which else takes one copy more.
+    shapes = [(t.shape[1] // degree, t.shape[2]) for t in qkv]  # heads of a rank, and their width
+    # [degree, R, all channels of a rank]: concatenated in the order of sending, which saves the all-to-all a copy.
     blocks = torch.cat([t.reshape(t.shape[0], degree, -1).transpose(0, 1) for t in qkv], dim=2)
     exchanged = all_to_all(blocks, ulysses).flatten(0, 1)  # rank-major is row order
     query, key, value = (
-        part.unflatten(1, shape) for part, shape in zip(exchanged.split([n * d for n, d in mine], dim=1), mine)
+        part.unflatten(1, shape) for part, shape in zip(exchanged.split([n * d for n, d in shapes], dim=1), shapes)
     )
     if heads.sinks_H is not None:
         heads = replace(heads, sinks_H=heads.sinks_H.chunk(degree)[ulysses.rank()])
-    out_WHU = _ring_or_whole(query, key, value, row, ring, heads)
+    out_WHU = _attend(query, key, value, row, ring, heads)
     back = all_to_all(out_WHU.unflatten(0, (degree, -1)), ulysses)  # [degree, R, H/degree, U]
     return back.transpose(0, 1).flatten(1, 2)
 
 
-def _ring_or_whole(query_WHD, key_WKD, value_WKU, row: PackedRow, ring, heads: Heads) -> Tensor:
-    qkv = (query_WHD, key_WKD, value_WKU)
+def _attend(query_WHD, key_WKD, value_WKU, row: PackedRow, ring, heads: Heads) -> Tensor:
     forest = row.forest
     if _by_document(query_WHD, ring) and not forest.shares:
-        return document_attention(*qkv, row.lengths, heads)
-    return ring_attention(*qkv, forest, row.uploads, ring, heads.scale, heads.window, heads.sinks_H, flash=heads.flash)
+        return document_attention(query_WHD, key_WKD, value_WKU, row.lengths, heads)
+    return ring_attention(query_WHD, key_WKD, value_WKU, forest, row.uploads, ring, heads)
 
 
 def _by_document(query_WHD: Tensor, ring: dist.ProcessGroup) -> bool:
-    """The kernel of a CPU knows of no documents, and its launches cost nothing."""
+    """Return True on a CPU without a ring: its kernel knows no documents, and launching a kernel costs nothing."""
     return ring.size() == 1 and not query_WHD.is_cuda
 
 
 def kv_repeats(heads: int, kv_heads: int, degree: int) -> int:
-    """How often each key/value head is repeated so that rank r's query heads find theirs among its own share.
+    """Return the copies of each key/value head that give every Ulysses rank the key/value heads of its query heads.
 
-    None if the degree divides kv_heads; once a rank if kv_heads divides the degree; else up to one for each query head.
+    One copy if the degree divides kv_heads, degree / kv_heads if kv_heads divides the degree, else a copy for each
+    query head of the group.
     """
     if kv_heads % degree == 0:
         return 1
@@ -133,9 +121,10 @@ def kv_repeats(heads: int, kv_heads: int, degree: int) -> int:
 def document_attention(
     query_WHD: Tensor, key_WKD: Tensor, value_WKU: Tensor, lengths: tuple[int, ...], heads: Heads
 ) -> Tensor:
-    """Causal attention within each document of a whole row, [W, H, U]; no document sees another. No collectives.
+    """Compute causal attention within each document of a whole row, [W, H, U], by one call a document, for a CPU.
 
-    One call a document: what a CPU runs."""
+    No document sees another. No collectives.
+    """
     documents = zip(*(t.transpose(0, 1).split(lengths, dim=1) for t in (query_WHD, key_WKD, value_WKU)))
     grouped = query_WHD.shape[1] != key_WKD.shape[1]
     outputs = []
@@ -154,16 +143,19 @@ QUERY_BLOCK = 512
 
 
 def _masked_attention(query_HTD: Tensor, key_KTD: Tensor, value_KTU: Tensor, heads: Heads) -> Tensor:
-    """One document, with a window, sinks or both. Blocks of queries see only the keys within reach, so that a mask, and
-    with a window the work, never grows with the square of the document's length."""
+    """Compute the attention of one document with a window, sinks or both, [H, T, U].
+
+    Blocks of queries read only the keys within reach. So the memory of a mask grows linearly with the length of the
+    document, and with a window the work does too.
+    """
     length = query_HTD.shape[1]
     grouped = query_HTD.shape[0] != key_KTD.shape[0]
-    place = torch.arange(length, device=query_HTD.device)
+    position = torch.arange(length, device=query_HTD.device)
     outputs = []
     for start in range(0, length, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, length)
         first = 0 if heads.window is None else max(0, start - heads.window + 1)
-        distance = place[start:stop, None] - place[None, first:stop]
+        distance = position[start:stop, None] - position[None, first:stop]
         hidden = distance < 0 if heads.window is None else (distance < 0) | (distance >= heads.window)
         bias = torch.zeros(hidden.shape, dtype=query_HTD.dtype, device=query_HTD.device).masked_fill(hidden, -torch.inf)
         key, value = key_KTD[:, first:stop], value_KTU[:, first:stop]
@@ -180,8 +172,8 @@ def _masked_attention(query_HTD: Tensor, key_KTD: Tensor, value_KTU: Tensor, hea
     return torch.cat(outputs, dim=1)
 
 
-class _Alone:
-    """As much of a group as a ring of one rank asks for."""
+class _SingleRank:
+    """A stand-in for the process group of a ring of one rank, of which a ring reads only size and rank."""
 
     def size(self) -> int:
         return 1
@@ -190,16 +182,18 @@ class _Alone:
         return 0
 
 
-ALONE: Any = _Alone()
+SINGLE_RANK: Any = _SingleRank()
 
 
 class PackedAttention(MegatronModule):
-    """Megatron-Core's `core_attention` slot.
+    """Attention over packed rows in Megatron-Core's slot `core_attention`.
 
-    ulysses, ring: groups; the rest is what the layer's heads do.
+    `softmax_offset`, Megatron's name, holds the sinks of this TP rank's heads. Each context rank has the gradient for
+    its heads and queries, and Megatron sums gradients over the context group.
 
-    `softmax_offset`, Megatron's name, holds the sinks of this TP rank's heads. Every context rank adds its heads' and
-    its queries' part to their gradient, which is summed over the context group like any other.
+    ulysses, ring, tp_group: process groups.
+    heads: options of the layer's heads, without sinks.
+    sinks: True if the layer has learned sinks.
     """
 
     softmax_offset: nn.Parameter | None
@@ -212,17 +206,14 @@ class PackedAttention(MegatronModule):
         ulysses: dist.ProcessGroup,
         ring: dist.ProcessGroup,
         tp_group: dist.ProcessGroup,
-        scale: float,
-        window: int | None,
+        heads: Heads,
         sinks: bool,
-        flash: bool = True,
         **also_unused,
     ):
         super().__init__(config)
         del unused, also_unused
-        self.layer_number = layer_number
+        self.layer_number, self.heads = layer_number, heads
         self.ulysses, self.ring, self.tp_group = ulysses, ring, tp_group
-        self.scale, self.window, self.flash = scale, window, flash
         offset = None
         if sinks:
             count = config.num_attention_heads // tp_group.size()
@@ -234,11 +225,15 @@ class PackedAttention(MegatronModule):
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
-        """query: [R, 1, H, D]; key: [R, 1, K, D]; value: [R, 1, K, U]. Returns [R, 1, H*U]."""
+        """Return the attention of a packed row, [R, 1, H*U]. Collectives: those of `grid_attention`.
+
+        query: [R, 1, H, D]. key: [R, 1, K, D]. value: [R, 1, K, U].
+        packed_seq_params: documents of the row; with a cache no collective is entered.
+        """
         assert isinstance(packed_seq_params, PackedRow) and attention_mask is None and attention_bias is None
         query, key, value = (t.squeeze(1) for t in (query, key, value))
         query = packed_seq_params.scaled(query)
-        heads = Heads(self.scale, self.window, self.softmax_offset, self.flash)
+        heads = replace(self.heads, sinks_H=self.softmax_offset)
         if packed_seq_params.cache is not None:
             out = self._with_cache(query, key, value, packed_seq_params, packed_seq_params.cache, heads)
         else:
@@ -250,14 +245,14 @@ class PackedAttention(MegatronModule):
     ) -> Tensor:
         if cache.reads_prompts:
             cache.keep_prompts(self.layer_number, key, value)
-            return _ring_or_whole(query, key, value, row, ALONE, heads)
-        rows = len(cache.behind)  # the others are padding
+            return _attend(query, key, value, row, SINGLE_RANK, heads)
+        rows = len(cache.behind)  # the rest of the row is padding
         query, key, value, padding = query[:rows], key[:rows], value[:rows], len(query) - rows
-        out = cache.attend(self.layer_number, query, key, value, heads.scale, heads.window, heads.sinks_H)
+        out = cache.attend(self.layer_number, query, key, value, heads)
         return torch.cat([out, out.new_zeros(padding, *out.shape[1:])]) if padding else out
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """The sinks, divided over TP; nothing else."""
+        """Return the sinks, sharded over TP, the only parameter of this module."""
         assert metadata is not None
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets,

@@ -1,5 +1,5 @@
-"""Collectives over an explicit group, differentiable where they say nothing else. Every one of tensors is the identity
-on a group of one rank."""
+"""Collectives over an explicit group. They are differentiable unless their docstring says otherwise, and collectives of
+tensors are the identity on a group of one rank."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ Item = TypeVar("Item")
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """x: [ranks, ...]; block j goes to rank j, block j of the result came from rank j. One all-to-all each way."""
+    """Send block j of `x`, [ranks, ...], to rank j; block j of the result is from rank j. One all-to-all each way."""
     return x if group.size() == 1 else mappings.all_to_all(group, x)
 
 
@@ -25,7 +25,7 @@ def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_shards(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """`shard` of every rank of the group, in their order; not differentiable. One all-gather."""
+    """Return `shard` of every rank of the group, in rank order. Not differentiable. One all-gather."""
     if group.size() == 1:
         return [shard]
     shards = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(group.size())]
@@ -33,30 +33,33 @@ def gather_shards(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
     return shards
 
 
-def gather_objects(mine: Item, group: dist.ProcessGroup | None = None) -> list[Item]:
-    """`mine` of every rank of the group (default: the world), in their order. One all-gather, by pickle."""
+def gather_objects(own: Item, group: dist.ProcessGroup | None = None) -> list[Item]:
+    """Return `own` of every rank of the group (default: the world), in rank order. One all-gather, by pickle."""
     if dist.get_world_size(group) == 1:
-        return [mine]
+        return [own]
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    dist.all_gather_object(everyone, own, group=group)
     return everyone
 
 
-def collect_objects(mine: Item, group: dist.ProcessGroup) -> list[Item]:
-    """`mine` of every rank of a group whose first rank is 0, in their order, there; nothing on the others. One gather,
-    by pickle."""
+def collect_objects(own: Item, group: dist.ProcessGroup) -> list[Item]:
+    """Return `own` of every rank of the group on rank 0, in rank order, and [] on the other ranks.
+
+    group: a group whose first rank is rank 0 of the world. One gather, by pickle.
+    """
     if group.size() == 1:
-        return [mine]
+        return [own]
     everyone: list[Any] = [None] * group.size()
-    dist.gather_object(mine, everyone if group.rank() == 0 else None, dst=0, group=group)
+    dist.gather_object(own, everyone if group.rank() == 0 else None, dst=0, group=group)
     return everyone if group.rank() == 0 else []
 
 
 def pass_on(x: Tensor, group: dist.ProcessGroup, channel: int = 0) -> Callable[[], Tensor]:
-    """Send `x` to the next rank of the group and receive as much from the one before, without waiting; not
-    differentiable. The returned function waits, and gives what arrived.
+    """Send `x` to the next rank of the group, and receive a tensor of the same shape from the previous rank.
 
-    channel: messages on one keep their order.
+    The call does not wait: the returned function waits, and returns the received tensor. Not differentiable.
+
+    channel: number of a channel; messages on one channel keep their order.
     """
     x, arriving = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     if group.size() == 1:
@@ -71,7 +74,7 @@ def pass_on(x: Tensor, group: dist.ProcessGroup, channel: int = 0) -> Callable[[
     def wait() -> Tensor:
         for work in works:
             work.wait()
-        messages.clear()  # until here they keep what is being sent alive
+        messages.clear()  # until here, the messages keep the sent tensor alive
         return arriving
 
     return wait
@@ -85,14 +88,16 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may hold the incoming one elsewhere
+        grad = grad.clone(memory_format=torch.contiguous_format)  # autograd may use the incoming gradient elsewhere
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
 
 
 def sum_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Identity whose gradient is summed over `group`: entry of a region where each rank adds a part. Megatron's own, f,
-    sums contiguous gradients only, and those in place."""
+    """Return `x`, with its gradient summed over `group`: the entry of a region in which each rank adds a part.
+
+    Megatron's own function, f, sums contiguous gradients only, and in place. One all-reduce in the backward.
+    """
     return x if group.size() == 1 else _SumGradient.apply(x, group)
 
 
@@ -110,11 +115,16 @@ class _SumParts(torch.autograd.Function):
 
 
 def sum_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of every rank's part, for a loss that all ranks compute alike: the exit of a TP region (Megatron's g)."""
+    """Sum the parts of all ranks, for a loss that all ranks compute alike: the exit of a TP region (Megatron's g).
+
+    One all-reduce in the forward, none in the backward.
+    """
     return x if group.size() == 1 else _SumParts.apply(x, group)
 
 
 def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of every rank's `x`, for losses that are themselves summed over the ranks: every rank's loss reads it, so
-    the gradient is summed as well. One all-reduce each way."""
+    """Sum `x` over all ranks, for losses that are summed over the ranks in turn.
+
+    The loss of every rank reads the sum, so the gradient is summed too. One all-reduce each way.
+    """
     return sum_parts(sum_gradient(x, group), group)

@@ -1,4 +1,4 @@
-"""Layouts: how many ways each parallel axis divides the work. Imports no torch."""
+"""Layouts, the degrees of the parallel axes. Imports no torch."""
 
 import re
 from dataclasses import dataclass, fields, replace
@@ -9,8 +9,9 @@ from isoloss.parallel.runtime.errors import UserError
 
 @dataclass(frozen=True)
 class Degrees(Keys, group="parallel"):
-    """The parallel axes of a model replica, and how many ways each divides the work. A new axis is a field here; what
-    it divides, `parallel/mesh.py` and the kernels know.
+    """The degrees of the parallel axes of a model replica.
+
+    A new axis is a field here; its group is in `parallel/mesh.py`, and layers and kernels use the group.
     """
 
     tp: int = key(1, "Tensor parallelism: ranks that share the matrices of every layer.", at_least=1)
@@ -31,7 +32,7 @@ class Degrees(Keys, group="parallel"):
 
 
 MODEL_AXES = tuple(field.name for field in fields(Degrees))
-# The order in which a layout is written down, e.g. tp2+pp2+vpp2+ulysses2+dp2. dp is what is left of the world.
+# The order of axes in a layout string, e.g. tp2+pp2+vpp2+ulysses2+dp2. dp divides the rest of the world.
 AXES = (*MODEL_AXES, "dp")
 
 
@@ -39,9 +40,10 @@ AXES = (*MODEL_AXES, "dp")
 class Layout(Degrees):
     """Parallel degrees of a world. Megatron's context-parallel size is ulysses x ring.
 
-    ep, etp: how many ways the experts of a layer, and each expert's matrices, are divided over the ranks of a pipeline
-    stage (tp x ulysses x ring x dp); ranks that are left hold copies.
-    sequence_parallel: Megatron's TP sequence parallelism (activations between the TP regions are split over TP).
+    ep, etp: degrees by which the experts of a layer, and the matrices of each expert, are divided over the ranks of a
+        pipeline stage (tp x ulysses x ring x dp). Every group of ep x etp ranks holds one copy.
+    dp: data-parallel degree.
+    sequence_parallel: True for Megatron's TP sequence parallelism, which splits activations between TP regions over TP.
     """
 
     dp: int = 1
@@ -61,7 +63,10 @@ class Layout(Degrees):
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """`tp2+pp2+ulysses2` -> Layout. TP sequence parallelism is on with tp > 1, off with `nosp`; `1` is one rank."""
+        """Parse a string such as `tp2+pp2+ulysses2`; `1` is one rank. Raises UserError.
+
+        TP sequence parallelism is on with tp > 1, and off with `nosp`.
+        """
         degrees, nosp = {}, False
         for part in text.split("+") if text != "1" else ():
             match = re.fullmatch(r"([a-z]+)(\d+)", part)
@@ -84,7 +89,7 @@ class Layout(Degrees):
 
     @property
     def replica_size(self) -> int:
-        """Ranks that together hold one model replica."""
+        """Count the ranks that together hold one model replica."""
         return self.tp * self.pp * self.ulysses * self.ring
 
     @property
@@ -93,11 +98,11 @@ class Layout(Degrees):
 
     @property
     def context(self) -> int:
-        """Megatron's context-parallel size."""
+        """Return Megatron's context-parallel size."""
         return self.ulysses * self.ring
 
     def with_world(self, world_size: int) -> "Layout":
-        """This layout with the data-parallel degree that fills `world_size` ranks."""
+        """Return this layout with the data-parallel degree that fills `world_size` ranks. Raises UserError."""
         if world_size % self.replica_size:
             raise UserError(
                 f"world size {world_size} is not a multiple of tp {self.tp} x pp {self.pp} x ulysses {self.ulysses} x "

@@ -30,11 +30,12 @@ MASK_PLACEMENTS = ("replicated", "sharded")
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Integer counts of an optimizer step, on the host: all that any mode divides by.
+    """Integer counts of an optimizer step over all ranks, on the host, by which the modes divide.
 
-    Of this rank's samples: tokens_S, valid tokens of each; group_S, its prompt. Over all ranks: tokens; sequences, and
-    valid_sequences with a valid token; tokens_P, valid tokens of each prompt, and sequences_P, how many it has. What is
-    about prompts is empty where they were not counted.
+    tokens_S: valid tokens of the sequence of each of this rank's samples. group_S: the prompt of each.
+    tokens: valid tokens. sequences: number of sequences. valid_sequences: number with a valid token.
+    tokens_P, samples_P: valid tokens and samples of each prompt; these and group_S are empty where prompts were not
+        counted.
     """
 
     tokens_S: Tensor
@@ -43,13 +44,40 @@ class TokenCounts:
     sequences: int
     valid_sequences: int
     tokens_P: Tensor
-    sequences_P: Tensor
+    samples_P: Tensor
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> "TokenCounts":
-        """Of a step of which this rank knows every sequence and counts every token. No collective."""
+        """Count a step of which this rank knows every sequence, and in which every token is valid. No collective."""
         none = torch.zeros(0, dtype=torch.int64)
         return cls(torch.tensor(lengths, dtype=torch.int64), none, sum(lengths), len(lengths), len(lengths), none, none)
+
+
+@dataclass(frozen=True)
+class Ids:
+    """The prompt, or the sequence, of each of this rank's samples.
+
+    kind: "group" for prompts, "sequence".
+    number_S: numbers in 0..count-1, where `count` is the same on all ranks; a number without samples on any rank is
+        ignored. ValueError where one is out of range.
+    """
+
+    kind: str
+    number_S: Sequence[int]
+    count: int
+
+    def __post_init__(self):
+        outside = [number for number in self.number_S if not 0 <= number < self.count]
+        if outside:
+            kind, last = self.kind, self.count - 1
+            raise ValueError(f"{kind}_ids must be in 0..{last} (num_{kind}s={self.count}), not {outside[0]}")
+
+    def totals(self, tokens_S: Tensor) -> Tensor:
+        """Return valid tokens and samples of each number, [2, count]."""
+        totals = torch.zeros((2, self.count), dtype=torch.int64)
+        return totals.index_add_(
+            1, torch.tensor(self.number_S, dtype=torch.int64), torch.stack([tokens_S, torch.ones_like(tokens_S)])
+        )
 
 
 def count_tokens(
@@ -57,16 +85,15 @@ def count_tokens(
     dp_group: dist.ProcessGroup,
     *,
     sp_group: dist.ProcessGroup | None = None,
-    group_ids: Sequence[int] | None = None,
-    num_groups: int = 0,
+    prompts: Ids | None = None,
+    sequences: Ids | None = None,
     counted: bool = True,
 ) -> TokenCounts:
     """Count the tokens of the step.
 
-    masks: of each of this rank's samples its 0/1 mask, [T_i]; with sp_group this rank's shard of it.
-    group_ids, num_groups: each sample's prompt, in 0..num_groups-1, where num_groups is the same on all ranks; a number
-        that no sample of any rank has is no prompt. Without group_ids prompts are not counted. ValueError where one is
-        out of range.
+    masks: the 0/1 mask of each of this rank's samples, [T_i]; with sp_group this rank's shard of it.
+    prompts: the prompt of each sample. None: prompts are not counted.
+    sequences: the sequence of each sample, whose samples may lie on several ranks. None: each is a sequence.
     counted: where several ranks of dp_group have the same samples, True on one of them.
     Collectives: one all-reduce over dp_group (before it, one over sp_group if the masks are sharded).
     """
@@ -76,29 +103,33 @@ def count_tokens(
         whole_S = upload(tokens_S, device_of(sp_group))
         dist.all_reduce(whole_S, group=sp_group)
         tokens_S = whole_S.cpu()
-    group_S = torch.as_tensor([] if group_ids is None else group_ids, dtype=torch.int64)
-    # Valid tokens and sequences of each prompt.
-    of_prompts_2P = torch.zeros((2, 0 if group_ids is None else num_groups), dtype=torch.int64)
-    if group_ids is not None:
-        outside = [group for group in group_ids if not 0 <= group < num_groups]
-        if outside:
-            raise ValueError(f"group_ids must be in 0..{num_groups - 1} (num_groups={num_groups}), not {outside[0]}")
-        of_prompts_2P.index_add_(1, group_S, torch.stack([tokens_S, torch.ones_like(tokens_S)]))
-    totals = torch.stack([tokens_S.sum(), torch.tensor(len(masks)), (tokens_S > 0).sum()])
-    counts = upload(torch.cat([totals, of_prompts_2P.flatten()]) * counted, device_of(dp_group))
+    ids = [each for each in (prompts, sequences) if each is not None]
+    own = torch.stack([tokens_S.sum(), torch.tensor(len(masks)), (tokens_S > 0).sum()])
+    own = torch.cat([own, *(each.totals(tokens_S).flatten() for each in ids)])
+    counts = upload(own * counted, device_of(dp_group))
     dist.all_reduce(counts, group=dp_group)
     counts = counts.cpu()  # the host waits for the device here, once a step
-    tokens, sequences, valid_sequences = counts[:3].tolist()
-    return TokenCounts(tokens_S, group_S, tokens, sequences, valid_sequences, *counts[3:].view_as(of_prompts_2P))
+    totals, *by_id = counts.split([3, *(2 * each.count for each in ids)])
+    tokens, num_sequences, valid_sequences = totals.tolist()
+    none = torch.zeros(0, dtype=torch.int64)
+    group_S, tokens_P, samples_P = none, none, none
+    if prompts is not None:
+        group_S = torch.tensor(prompts.number_S, dtype=torch.int64)
+        tokens_P, samples_P = by_id[0].view(2, -1)
+    if sequences is not None:
+        tokens_Q, samples_Q = by_id[-1].view(2, -1)
+        tokens_S = tokens_Q[torch.tensor(sequences.number_S, dtype=torch.int64)]
+        num_sequences, valid_sequences = int((samples_Q > 0).sum()), int((tokens_Q > 0).sum())
+    return TokenCounts(tokens_S, group_S, tokens, num_sequences, valid_sequences, tokens_P, samples_P)
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What an optimizer step holds, over all ranks.
+    """The counts of an optimizer step that one aggregation uses, over all ranks.
 
     tokens: valid tokens N. sequences, prompts: the denominators S and P (fully masked ones only if they count).
-    weight_sum: what the weights of all tokens of the step add up to, in closed form; the canary compares it with the
-        sum of the weights that the loss head really consumed.
+    weight_sum: sum of the weights of all tokens of the step, in closed form; the canary compares it with the sum of
+        the weights that the loss head really consumed.
     """
 
     tokens: int
@@ -110,14 +141,14 @@ class StepCounts:
 def token_weights(
     masks: Sequence[Tensor], counts: TokenCounts, aggregation: Aggregation
 ) -> tuple[list[Tensor], StepCounts]:
-    """The weight of every token of this rank's samples, fp64 of the shapes of `masks`, and what they add up to."""
+    """Return the weight of every token of this rank's samples, fp64 of the shapes of `masks`, and the counts."""
     if aggregation.by_prompt and len(counts.group_S) < len(masks):
-        raise ValueError("prompt-mean-token-mean needs group_ids and num_groups")
+        raise ValueError("prompt-mean-token-mean needs the prompts that samples belong to")
     counted = aggregation.count_fully_masked
     tokens, tokens_S, tokens_P = counts.tokens, counts.tokens_S, counts.tokens_P
     sequences = counts.sequences if counted else counts.valid_sequences
     valid_prompts = int((tokens_P > 0).sum())
-    prompts = int((counts.sequences_P > 0).sum()) if counted else valid_prompts
+    prompts = int((counts.samples_P > 0).sum()) if counted else valid_prompts
     length = aggregation.norm_length or 1
     divisor_S = {
         "token-mean": lambda: torch.full_like(tokens_S, tokens),
@@ -141,14 +172,14 @@ def token_weights(
 
 
 class GlobalLossNormalizer:
-    """Turns the masks of an optimizer step into a weight for every token: `count_tokens`, then `token_weights`.
+    """Turn the masks of an optimizer step into a weight for every token: `count_tokens`, then `token_weights`.
 
     mode: one of MODES, or an Aggregation, which then says norm_length and count_fully_masked.
     dp_group: the data-parallel group, *without* the sequence-parallel ranks (they hold the same samples and would be
         counted again).
     mask_placement: "replicated" if every sequence-parallel rank passes whole masks; "sharded" if each passes its own
         slice of every sequence, in which case `sp_group` is needed and n_i is first summed over it.
-    Raises UserError for an unknown mode or placement, and for what does not go with it.
+    Raises UserError for an unknown mode or placement, and for arguments that do not go with it.
     """
 
     def __init__(
@@ -177,21 +208,30 @@ class GlobalLossNormalizer:
         group_ids: Sequence[int] | None = None,
         num_groups: int | None = None,
         *,
-        counts: TokenCounts | None = None,
+        sequence_ids: Sequence[int] | None = None,
+        num_sequences: int | None = None,
     ) -> tuple[list[Tensor], StepCounts]:
-        """The weights of this rank's tokens, and the counts of the step.
+        """Return the weights of this rank's tokens, and the counts of the step.
 
-        masks, group_ids, num_groups, collectives: see `count_tokens`; only prompt-mean-token-mean reads the prompts.
-        counts: what `count_tokens` gave for these masks, where several aggregations share it; then nothing is counted.
+        group_ids, num_groups: the prompt of each sample, see `Ids`; only prompt-mean-token-mean reads them.
+        sequence_ids, num_sequences: the sequence of each sample, likewise, where some are cut into several samples.
+        masks, collectives: see `count_tokens`.
         """
-        if counts is None:
-            if self.aggregation.by_prompt and (group_ids is None or num_groups is None):
-                raise ValueError("prompt-mean-token-mean needs group_ids and num_groups")
-            prompts = {"group_ids": group_ids, "num_groups": num_groups} if self.aggregation.by_prompt else {}
-            counts = count_tokens(masks, self.dp_group, sp_group=self.sp_group, **prompts)
+        prompts = sequences = None
+        if self.aggregation.by_prompt:
+            prompts = _ids("group", group_ids, num_groups, "prompt-mean-token-mean")
+        if sequence_ids is not None or num_sequences is not None:
+            sequences = _ids("sequence", sequence_ids, num_sequences, "a sequence of several samples")
+        counts = count_tokens(masks, self.dp_group, sp_group=self.sp_group, prompts=prompts, sequences=sequences)
         return token_weights(masks, counts, self.aggregation)
 
 
+def _ids(kind: str, number_S: Sequence[int] | None, count: int | None, reader: str) -> Ids:
+    if number_S is None or count is None:
+        raise ValueError(f"{reader} needs {kind}_ids and num_{kind}s")
+    return Ids(kind, number_S, count)
+
+
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors of a collective over `group` must live."""
+    """Return the device on which tensors of a collective over `group` must be."""
     return torch.device(torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What rank 0 does for all: its result, or its failure, on every rank."""
+"""Calls on rank 0 whose result, or failure, reaches every rank."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,30 +11,30 @@ from isoloss.parallel import UserError
 from isoloss.parallel.collectives import gather_objects
 from isoloss.parallel.runtime.process_group import host_group
 
-# The others wait for rank 0 as long as it takes; if it dies, their connections to it tell them at once.
+# Other ranks wait for rank 0 for any time. If rank 0 dies, their connections break at once.
 PATIENCE = timedelta(days=7)
 
 Result = TypeVar("Result")
 
 
 def whole(result: Result) -> Result:
-    """What other ranks get of a result, unless something is said."""
+    """Return the result itself: the default of `shown`, so that every rank gets all of a result."""
     return result
 
 
 def is_main() -> bool:
-    """Whether this rank writes files and prints what the user reads."""
+    """Return True on the rank that writes files and prints for the user."""
     return dist.get_rank() == 0
 
 
 class RankZero:
-    """Calls made on rank 0 alone, over a gloo group of the whole world: waiting for servers or rewards must neither
-    trip the time limit of the training's groups nor mix with their collectives.
+    """Runs calls on rank 0 alone, and shares their outcome over a gloo group of the whole world.
 
-    The constructor is collective over the world.
+    The group is separate because a wait for servers or rewards must neither exceed the time limit of the training's
+    groups nor mix with their collectives. The constructor is collective over the world.
 
-    explain: makes of an exception what the user should see.
-    patient: the context in which a rank may wait for any time, such as `watchdog.patient`.
+    explain: function that turns an exception into the one for the user.
+    patient: context in which a rank may wait for any time, such as `watchdog.patient`.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class RankZero:
         self.here = is_main()
 
     def attempt(self, call: Callable[[], Any]) -> Exception | None:
-        """call() on rank 0; what it raised, explained. None on the other ranks. Not collective."""
+        """Run call() on rank 0 and return its exception, explained, or None. None on other ranks. Not collective."""
         return self.attempt_here(call) if self.here else None
 
     def attempt_here(self, call: Callable[[], Any]) -> Exception | None:
-        """call() on this rank, whichever it is; what it raised, explained. Not collective."""
+        """Run call() on this rank and return its exception, explained, or None. Not collective."""
         try:
             call()
         except Exception as error:
@@ -60,36 +60,36 @@ class RankZero:
         return None
 
     def agree(self, failure: Exception | None) -> Exception | None:
-        """The failure of the first rank that has one, on every rank. Collective over the world."""
+        """Return on every rank the failure of the first rank that has one, else None. Collective over the world."""
         with self._patient():
-            failures = gather_objects(_told(failure), self.group)
-        for rank, told in enumerate(failures):
-            if told is not None:
-                return failure if rank == dist.get_rank() else _heard(told, rank)
+            messages = gather_objects(_message(failure), self.group)
+        for rank, message in enumerate(messages):
+            if message is not None:
+                return failure if rank == dist.get_rank() else _exception(message, rank)
         return None
 
     def run(self, call: Callable[[], Result], shown: Callable[[Result], Result] = whole) -> Result:
-        """`compute`, where call() waits for servers or rewards, which have limits of their own."""
+        """Run `compute` without a time limit, for a call() that waits for servers or rewards with their own limits."""
         with self._patient():
             return self.compute(call, shown)
 
     def compute(self, call: Callable[[], Result], shown: Callable[[Result], Result] = whole) -> Result:
-        """call() on rank 0; its result, or its UserError, on every rank. Collective over the world.
+        """Run call() on rank 0; return its result, or raise its failure, on every rank. Collective over the world.
 
-        shown: what the other ranks get of the result.
+        shown: function from the result to the part that the other ranks get.
         """
         results: list[Result] = []
         failure = self.attempt(lambda: results.append(call()))
         if self.group.size() > 1:
-            outcome: list[Any] = [([shown(result) for result in results], _told(failure))]
+            outcome: list[Any] = [([shown(result) for result in results], _message(failure))]
             dist.broadcast_object_list(outcome, src=0, group=self.group)
         if failure is not None:
             raise failure
         if self.here:
             return results[0]
-        results, told = outcome[0]
-        if told is not None:
-            raise _heard(told, 0)
+        results, message = outcome[0]
+        if message is not None:
+            raise _exception(message, 0)
         return results[0]
 
     def meet(self) -> None:
@@ -101,11 +101,11 @@ class RankZero:
         dist.destroy_process_group(self.group)
 
 
-def _told(failure: Exception | None) -> tuple[bool, str] | None:
-    """What other ranks hear of a failure: an exception itself need not travel."""
+def _message(failure: Exception | None) -> tuple[bool, str] | None:
+    """Return a failure for other ranks: True for a UserError, and its text. Not every exception can be pickled."""
     return None if failure is None else (isinstance(failure, UserError), str(failure))
 
 
-def _heard(told: tuple[bool, str], rank: int) -> Exception:
-    is_user_error, message = told
-    return UserError(message) if is_user_error else RuntimeError(f"rank {rank} failed: {message}")
+def _exception(message: tuple[bool, str], rank: int) -> Exception:
+    is_user_error, text = message
+    return UserError(text) if is_user_error else RuntimeError(f"rank {rank} failed: {text}")

@@ -1,7 +1,7 @@
 """Ring attention (arXiv:2310.01889) over packed rows: keys and values go round, queries stay.
 
-Shape suffixes as in `block_attention`. The tokens that this rank of the ring holds, zigzag (`sequence`), have both
-roles: they are the Q that it asks with, and the Y whose keys it owns.
+Shape suffixes as in `block_attention`. A rank of the ring holds zigzag chunks of the row (`sequence`). These tokens are
+Q where the rank computes with their queries, and Y where it is the owner of their keys and values.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoloss.parallel.collectives import pass_on
-from isoloss.parallel.ops.block_attention import attend, attend_backward
+from isoloss.parallel.ops.block_attention import Heads, attend, attend_backward
+from isoloss.parallel.ops.flash_attention import Attended
 from isoloss.parallel.ops.mask_blocks import Block, blocks_of
 from isoloss.parallel.ops.prefix_tree import PrefixTree
 from isoloss.parallel.ops.varlen import VarlenCache
@@ -19,19 +20,17 @@ from isoloss.parallel.ops.varlen import VarlenCache
 
 @dataclass(frozen=True)
 class _Ring:
-    """What all steps of a layer's ring have in common."""
+    """The inputs that all steps of a layer's ring share."""
 
     forest: PrefixTree
-    group: dist.ProcessGroup
-    scale: float
-    window: int | None
     uploads: VarlenCache
-    flash: bool
+    group: dist.ProcessGroup
+    heads: Heads
 
     def blocks(self, step: int) -> tuple[Block, ...]:
-        """What is left to see after `step` passes; the keys at hand then began `step` ranks before this one."""
+        """Return the blocks after `step` passes, when this rank has the keys of the rank `step` before it."""
         size, rank = self.group.size(), self.group.rank()
-        return blocks_of(self.forest, size, rank, (rank - step) % size, self.window)
+        return blocks_of(self.forest, size, rank, (rank - step) % size, self.heads.window)
 
 
 def ring_attention(
@@ -41,40 +40,37 @@ def ring_attention(
     forest: PrefixTree,
     uploads: VarlenCache,
     group: dist.ProcessGroup,
-    scale: float,
-    window: int | None = None,
-    sinks_H: Tensor | None = None,
-    *,
-    flash: bool = True,
+    heads: Heads,
 ) -> Tensor:
-    """Causal attention within each document of a row that is split zigzag over `group`, which may be one rank with the
-    whole row. Returns [Q, H, U].
+    """Compute causal attention within each document of a row that is split zigzag over `group`, [Q, H, U].
 
-    forest: the documents of the *whole* row; uploads: of that row.
-    scale, window, sinks_H, flash: see `attention.Heads`.
-    The next keys and values are on their way while those at hand are attended to. Nothing but this rank's own inputs
-    and output is kept for the backward, in which keys and values go round once more, their gradients behind them.
+    forest: documents of the whole row, also where a rank holds a part of it.
+    uploads: tensors on the device that all layers of the row share.
+    group: process group of the ring; a group of one rank holds the whole row.
     Collectives: size - 1 messages to the next rank in the forward, 2 size - 1 in the backward.
     """
-    ring = _Ring(forest, group, scale, window, uploads, flash)
-    return _RingAttention.apply(query_QHD, key_YKD, value_YKU, sinks_H, ring)
+    return _RingAttention.apply(query_QHD, key_YKD, value_YKU, heads.sinks_H, _Ring(forest, uploads, group, heads))
 
 
 class _RingAttention(torch.autograd.Function):
+    """Saves for the backward only this rank's own inputs and output. The backward passes keys and values round again,
+    followed by their gradients."""
+
     @staticmethod
     def forward(ctx, query, key, value, sinks_H, ring: _Ring):
         own, widths, last = (key, value), (key.shape[2], value.shape[2]), ring.group.size() - 1
         pair = _join(key, value) if last else None
         seen = None
         for step in range(last + 1):
+            # The next keys and values are in flight while attention to the present ones is computed.
             arriving = None if pair is None or step == last else pass_on(pair, ring.group)
-            seen = attend(query, key, value, ring.blocks(step), ring.scale, ring.uploads, seen, flash=ring.flash)
+            seen = attend(query, key, value, ring.blocks(step), ring.heads, ring.uploads, seen)
             if arriving is not None:
                 pair = arriving()
                 key, value = pair.split(widths, dim=2)
         assert seen is not None
         out, lse = seen
-        if sinks_H is not None:  # one more logit of each head, whose value is zero
+        if sinks_H is not None:  # a sink is one more logit of its head, with a value of zero
             own_lse, lse = lse, torch.logaddexp(lse, sinks_H.to(lse.dtype))
             out = out * (own_lse - lse).exp()[..., None]
         out = out.to(query.dtype)
@@ -92,14 +88,14 @@ class _RingAttention(torch.autograd.Function):
         for step in range(last + 1):
             arriving = None if pair is None or step == last else pass_on(pair, ring.group)
             step_grad_query, grad_key, grad_value = attend_backward(
-                grad, query, key, value, out, lse, ring.blocks(step), ring.scale, ring.uploads, flash=ring.flash
+                grad, Attended(query, key, value, out, lse), ring.blocks(step), ring.heads, ring.uploads
             )
             if last:
                 grad_query = step_grad_query.to(lse.dtype) if grad_query is None else grad_query.add_(step_grad_query)
                 grad_pair = _join(grad_key.to(lse.dtype), grad_value.to(lse.dtype))
                 if gathered is not None:
                     grad_pair += gathered()
-                # Behind their keys, on a channel of their own; the last pass brings them home.
+                # Gradients follow their keys on a second channel; the last pass returns them to the owner.
                 gathered = pass_on(grad_pair, ring.group, channel=1)
             else:
                 grad_query = step_grad_query
@@ -118,5 +114,5 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _join(key_YKD: Tensor, value_YKU: Tensor) -> Tensor:
-    """Keys and values, or their gradients, as one message."""
+    """Concatenate keys and values, or their gradients, to one message, [Y, K, D + U]."""
     return torch.cat([key_YKD, value_YKU], dim=2)

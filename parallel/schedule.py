@@ -29,14 +29,15 @@ def run_schedule(
     *,
     forward_only: bool = False,
 ) -> list[Output]:
-    """Forward (and backward) of every micro-batch; gradients accumulate as plain sums.
+    """Run the forward (and backward) of every micro-batch; gradients accumulate as plain sums.
 
-    rows: tokens of each micro-batch's whole row, with padding; from it every stage knows what it will be sent.
-    forward(chunk, micro_batch): a model chunk's output; loss(micro_batch, output): on the last stage, a scalar to be
-    differentiated as it is, and anything to return. Megatron's own divisions never happen: the loss goes back as a
-    3-tuple under `calculate_per_token_loss=True`, whose token count our finalize hook ignores (see
-    docs/normalization.md).
-    Returns what `loss` returned, one a micro-batch, on the last pipeline stage; [] elsewhere.
+    Returns on the last pipeline stage the second result of `loss` for each micro-batch; [] on other stages.
+
+    rows: tokens of each micro-batch's whole row, with padding. Every stage derives the shapes of messages from it.
+    forward: function from a model chunk and a micro-batch to the chunk's output.
+    loss: function from a micro-batch and the output of the last stage to a scalar, which is differentiated as it is,
+        and a second result.
+    Raises ValueError if an interleaved schedule gets no multiple of pp micro-batches.
     Collectives: those of the model, and point-to-point messages between pipeline stages.
     """
     layout = mesh.layout
@@ -50,10 +51,12 @@ def run_schedule(
 
         def loss_func(output: Tensor):
             value, returned = loss(micro_batch, output)
+            # Under `calculate_per_token_loss=True`, a 3-tuple keeps Megatron from dividing the loss; our finalize hook
+            # ignores the token count (docs/normalization.md).
             return value, torch.zeros((), dtype=torch.int, device=value.device), returned
 
         output = forward(chunk, micro_batch)
-        # The device has this forward to do while the host packs the next row, whose copy then waits for nothing.
+        # The host packs the next row while the device computes this forward, so the row's upload waits for nothing.
         ahead.make_next()
         return output, loss_func
 
@@ -77,10 +80,12 @@ def run_schedule(
 def through_stages(
     mesh: Mesh, chunks: Sequence[nn.Module], rows: int, forward: Callable[[nn.Module], Tensor]
 ) -> Tensor | None:
-    """Forward of one row through all stages, without gradients: what the last one gives, there; None elsewhere.
+    """Run the forward of one row through all stages, without gradients.
 
-    rows: of the hidden states that stages send each other.
-    forward(chunk): a model chunk's output.
+    Returns the output of the last stage on this stage; None on other stages.
+
+    rows: first dimension of the hidden states that stages send each other.
+    forward: function from a model chunk to its output.
     Collectives: those of the model, and point-to-point messages between pipeline stages.
     """
     pp, config = mesh.pp, get_model_config(chunks[0])
@@ -103,24 +108,26 @@ def through_stages(
 
 
 class OneAhead(Generic[Item]):
-    """Iterators over the same items, each of which is made once and kept until the last of them has taken it.
-    (`itertools.tee` would keep up to 57 that all have taken.) One item, and no more, can be made before its turn.
+    """Iterators over the same items. An item is made once, and kept until the last iterator has taken it.
+
+    `make_next` makes at most one item before an iterator asks for it. (`itertools.tee` would keep up to 57 items that
+    all iterators have taken.)
     """
 
     def __init__(self, items: Sequence[Item], count: int):
         self._items, self._made = items, 0
         self._waiting = [deque[Item]() for _ in range(count)]
-        self._untaken = False  # whether the item that was made last has been taken by none
+        self._untaken = False  # True while no iterator has taken the newest item
         self.iterators = [self._taken_from(own) for own in self._waiting]
 
     def make_next(self) -> None:
-        """Make the next item, unless one already waits for its first taker, or there is none."""
+        """Make the next item, unless no iterator has taken the newest item yet, or no item is left."""
         if self._untaken or self._made == len(self._items):
             return
         item = self._items[self._made]
         self._made, self._untaken = self._made + 1, True
-        for each in self._waiting:
-            each.append(item)
+        for queue in self._waiting:
+            queue.append(item)
 
     def _taken_from(self, own: deque[Item]) -> Iterator[Item]:
         for index in range(len(self._items)):
@@ -131,11 +138,11 @@ class OneAhead(Generic[Item]):
 
 
 class Messages(P2PCommunicator):
-    """Megatron's messages between pipeline stages, whose shapes follow from the plan.
+    """Megatron's messages between pipeline stages, with shapes from the plan.
 
-    With `variable_seq_lengths` stages tell each other the shape of every message in a message before it, and the host
-    waits for that. Here each stage counts along: on every channel micro-batches come in the order of Megatron's table
-    of the schedule. A stage that is about to send another shape than the next one makes room for fails an assertion.
+    With `variable_seq_lengths`, Megatron sends the shape of every message first, and the host waits for it. Here each
+    stage computes the shapes: on every channel, micro-batches come in the order of Megatron's table of the schedule. An
+    assertion fails on a stage that is about to send a shape that the plan does not have next.
 
     rows: tokens of each micro-batch's whole row.
     """
@@ -147,8 +154,8 @@ class Messages(P2PCommunicator):
         table = get_schedule_table(len(rows), layout.vpp, config.microbatch_group_size_per_vp_stage)
 
         def shapes(*, at_end: bool) -> Iterator[list[int]]:
-            # The first stage gets nothing in its first chunk, and the last one sends nothing out of its last; in the
-            # backward it is the other way round. Every chunk sees the micro-batches of a group in one order, so it does
+            # The first stage receives nothing in its first chunk, and the last stage sends nothing from its last one;
+            # the backward is the reverse. Every chunk has the micro-batches of a group in the same order, so it does
             # not matter which chunk is left out.
             return ([rows[index] // shards, 1, config.hidden_size] for index, chunk in table if chunk or not at_end)
 

@@ -1,4 +1,4 @@
-"""What somebody typed: mistakes that show before a configuration is composed of it."""
+"""Refuse mistakes of a command line before or after a configuration is composed of it."""
 
 import shlex
 import typing
@@ -13,9 +13,9 @@ from isoloss.parallel import UserError
 from isoloss.parallel.runtime import environment
 
 # Keys that only evaluations read.
-OF_EVALUATIONS = ("train.eval_every", "rollout.eval_temperature", "rollout.eval_top_p")
+EVALUATION_KEYS = ("train.eval_every", "rollout.eval_temperature", "rollout.eval_top_p")
 
-# What keys are for that nothing else reads: the key and those of its values that leave the others unread.
+# By keys that are read under a condition only: the key of the condition, and its values with which they are not read.
 WITHOUT_EFFECT = {
     "algorithm.kl_in algorithm.kl_estimator algorithm.kl_aggregation algorithm.reference_offload": {
         "algorithm.kl_coef": (0,)
@@ -34,9 +34,9 @@ WITHOUT_EFFECT = {
 
 
 def refuse_repeated(cls: Any, overrides: Sequence[str]) -> None:
-    """Raises UserError for a key that stands twice on a command line: only the last would count.
+    """Raise UserError for a key that stands twice on a command line, as only the last would count.
 
-    Not for overrides that a program puts together, its own first and its user's after them.
+    Not called for overrides that a program gives, its own first and then its user's.
     """
     lists = {name for name, kind in key_types(cls) if typing.get_origin(kind) is tuple}
     seen: dict[str, str] = {}
@@ -52,9 +52,9 @@ def refuse_repeated(cls: Any, overrides: Sequence[str]) -> None:
 
 
 def refuse_options(options: Collection[str], words: Sequence[str]) -> None:
-    """Raises UserError for an option that does not exist, such as --lr 1e-4, with the key that says it.
+    """Raise UserError for an option that does not exist, such as --lr 1e-4, with the key in its place.
 
-    options: those of `words` that nobody knows.
+    options: unknown options among `words`, the command line.
     """
     if not options:
         return
@@ -72,7 +72,7 @@ def refuse_options(options: Collection[str], words: Sequence[str]) -> None:
 
 
 def refuse_spaces(keys: Collection[str], words: Sequence[str]) -> None:
-    """Raises UserError for `key = value` and its like, with the line as it should be."""
+    """Raise UserError for `key = value`, `key= value` and `key =value`, with the correct form."""
     for index, word in enumerate(words[:-1]):
         key, _, value = word.partition("=")
         following = words[index + 1]
@@ -83,22 +83,23 @@ def refuse_spaces(keys: Collection[str], words: Sequence[str]) -> None:
 
 
 def refuse_unread(overrides: Sequence[str], values: Mapping[str, Any]) -> None:
-    """Raises UserError for a given key that nothing reads, as the configuration is."""
+    """Raise UserError for a key of evaluations without data.eval."""
     given = {key: value for key, _, value in (override.partition("=") for override in overrides)}
-    for key in OF_EVALUATIONS:
+    for key in EVALUATION_KEYS:
         if given.get(key, "0") not in ("0", "null") and not values["data"]["eval"]:
             raise UserError(f"{key}={given[key]} is of evaluations, and data.eval=[] has none: give data.eval=FILE")
 
 
 def refuse_without_effect(cls: Any, overrides: Sequence[str], values: Mapping[str, Any]) -> None:
-    """Raises UserError for a key that somebody typed, with another value than the default, and that nothing reads as
-    the configuration is. Not where a loss of the user's is given all of algorithm.*."""
-    given, plain = {key: value for key, _, value in (each.partition("=") for each in overrides)}, defaults(cls)
-    of_user = ":" in values.get("algorithm", {}).get("loss", "")
+    """Raise UserError for a key on the command line that differs from its default, but is not read in this
+    configuration."""
+    given, plain = {key: value for key, _, value in (word.partition("=") for word in overrides)}, defaults(cls)
+    # A loss function of the user's gets all of algorithm.*.
+    user_loss = ":" in values.get("algorithm", {}).get("loss", "")
     for keys, switches in WITHOUT_EFFECT.items():
         for key in keys.split():
             group, name = key.split(".")
-            if key not in given or values[group][name] == plain[group][name] or (of_user and group == "algorithm"):
+            if key not in given or values[group][name] == plain[group][name] or (user_loss and group == "algorithm"):
                 continue
             for switch, off in switches.items():
                 value = values[group][switch.partition(".")[2]]
@@ -110,10 +111,9 @@ def refuse_without_effect(cls: Any, overrides: Sequence[str], values: Mapping[st
 
 
 def refuse_missing_ranks(recipe: str, config: Config, words: Sequence[str]) -> None:
-    """Raises UserError for a layout of several ranks in a process that torchrun did not start, with the command that
-    does.
+    """Raise UserError for a layout of several ranks in a process without torchrun, with the command that starts them.
 
-    words: of the command line.
+    words: the command line.
     """
     layout = config.parallel.layout()
     shared = layout.ep * layout.etp  # by the ranks of a pipeline stage

@@ -1,4 +1,4 @@
-"""DAPO: GRPO with clip-higher, dynamic sampling, overlong shaping and a token-mean loss (Yu et al., arXiv 2503.14476).
+"""Run DAPO: GRPO with clip-higher, dynamic sampling, overlong shaping, token-mean loss (Yu et al., arXiv 2503.14476).
 
 python -m isoloss.recipes.dapo model.path=DIR data.train=PROMPTS.jsonl reward.function=math
 torchrun --nproc_per_node 4 -m isoloss.recipes.dapo parallel.tp=2 model.path=DIR data.train=PROMPTS.jsonl

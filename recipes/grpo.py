@@ -1,4 +1,4 @@
-"""Reinforcement learning with group-relative advantages (GRPO and its relatives; PPO with algorithm.advantage=gae).
+"""Run reinforcement learning with group-relative advantages (GRPO and its relatives; PPO with algorithm.advantage=gae).
 
 python -m isoloss.recipes.grpo model.path=DIR data.train=PROMPTS.jsonl reward.function=math
 torchrun --nproc_per_node 4 -m isoloss.recipes.grpo parallel.tp=2 model.path=DIR data.train=PROMPTS.jsonl

@@ -1,7 +1,7 @@
-"""Ctrl-C: the first one has a run that trains finish its step and save, the next one ends the process at once.
+"""Handle Ctrl-C: the first one makes a training run finish its step and save, the second one ends the process at once.
 
-A thread watches. The main thread runs no handler while it is in C, where it waits for a device or for other ranks: a
-run that hangs could not be ended. Imports no torch.
+A thread watches for signals: Python runs no handler while the main thread waits in C for a device or for other ranks,
+so without the thread a run that hangs could not be ended. Imports no torch.
 """
 
 import contextlib
@@ -17,42 +17,43 @@ from types import FrameType
 from isoloss.engine.instruments.console import say
 from isoloss.parallel.runtime import environment
 
-STATUS = 130  # a shell's, for a program that Ctrl-C ended
-# A launcher may send SIGINT to every process of a node, and torchrun's agent, which got one too, passes it on.
+STATUS = 130  # shells' status of a program that Ctrl-C ended
+# Seconds in which a second SIGINT counts as the same one under torchrun: a launcher may send SIGINT to every process of
+# a node, and torchrun's agent, which got one too, passes it on.
 SAME_SECONDS = 1.0
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Ctrl-C ends this process with STATUS and one line, unless training has a handler of its own (`Preemption`): then
-    the second one does. Where SIGINT is ignored, as in the background of a script, and in other threads than the main
-    one, nothing changes."""
+    """Make Ctrl-C end this process with STATUS and one line. While training has its handler (`Preemption`), the second
+    Ctrl-C does so. Nothing changes if SIGINT is ignored, as in the background of a script, or outside the main
+    thread."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         yield
         return
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)  # Python asks for it
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)  # set_wakeup_fd demands it
     handler = signal.signal(signal.SIGINT, _left_to_the_thread)
-    descriptor = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    thread = threading.Thread(target=_watch, args=(ours,), name="interrupts", daemon=True)
+    descriptor = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=_watch, args=(receiver,), name="interrupts", daemon=True)
     thread.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(descriptor)
         signal.signal(signal.SIGINT, handler)
-        theirs.close()  # which ends the thread
+        sender.close()  # ends the thread
         thread.join()
-        ours.close()
+        receiver.close()
 
 
 def _left_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """Python tells the thread of signals that have a handler."""
+    """Do nothing. Python writes a signal to the thread's socket only if the signal has a handler."""
 
 
 def _watch(signals: socket.socket) -> None:
-    """signals: a byte for each signal that came, until its other end is closed."""
+    """Watch for signals until the sender is closed. signals: socket with a byte per signal, its number."""
     torchrun = environment.torchrun_agent() is not None
     first = None
     while byte := signals.recv(1):
@@ -63,26 +64,27 @@ def _watch(signals: socket.socket) -> None:
             first = now
             limit = environment.variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or "30"
             within = f" (torchrun kills it after TORCH_ELASTIC_SHUTDOWN_TIMEOUT={limit} seconds)" if torchrun else ""
-            _tell(f"interrupted: finishing the step under way and saving{within}; Ctrl-C again ends at once")
+            _report(f"interrupted: finishing the step under way and saving{within}; Ctrl-C again ends at once")
         elif first is not None and _again(number, now - first, torchrun):
             _end("interrupted twice: the steps since the newest checkpoint are lost")
 
 
 def _again(number: int, seconds: float, torchrun: bool) -> bool:
-    """Whether a signal that came so many seconds after the first SIGINT is another Ctrl-C. The agent of torchrun, which
-    leaves its own handling of the first by an exception, passes the second on as SIGTERM."""
+    """Return whether a signal is a second Ctrl-C. seconds: time since the first SIGINT."""
+    # torchrun's agent, whose handler left by an exception at the first Ctrl-C, passes the second one on as SIGTERM.
     if number == signal.SIGINT:
         return not torchrun or seconds > SAME_SECONDS
     return torchrun and number == signal.SIGTERM
 
 
 def _end(why: str) -> None:
-    """What this process has started ends with it (`isoloss.parallel.runtime.processes`)."""
-    _tell(why)
+    """Report why, and end this process at once; its helpers end with it (`isoloss.parallel.runtime.processes`)."""
+    _report(why)
     os._exit(STATUS)
 
 
-def _tell(what: str) -> None:
-    """Once a node. On a terminal below the progress bar, and the ^C behind it."""
+def _report(text: str) -> None:
+    """Print a line, once per node."""
+    # On a terminal an empty line comes first, as the cursor is behind a progress bar and "^C".
     if environment.local_rank() == 0:
-        say(*([""] if sys.stderr.isatty() else []), f"isoloss: {what}", error=True)
+        say(*([""] if sys.stderr.isatty() else []), f"isoloss: {text}", error=True)

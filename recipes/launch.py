@@ -1,4 +1,4 @@
-"""From a command line to a checked configuration, and from a mistake to one line and exit status 2."""
+"""Turn a command line into a checked configuration and run it; turn a mistake into one line and exit status 2."""
 
 import argparse
 import contextlib
@@ -36,17 +36,18 @@ from isoloss.recipes import command_line, interrupts
 
 CONF = Path(__file__).parent / "conf"
 ASSETS = Path(__file__).parent / "assets"
-# Without preset=NAME: the shipped demonstration, or plain defaults as soon as you name a model of your own (the
-# demonstration's random weights, schedule and evaluation set would have nothing to do with it).
+# Presets without preset=NAME: the shipped demonstration, or plain defaults if the user names a model, for which the
+# demonstration's random weights, schedule and evaluation rows would make no sense.
 DEMONSTRATION, PLAIN = "tiny", "plain"
-# What a disk refuses with: nobody's mistake in the code.
-OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+# Errors of a disk that refuses to write, which are no bugs.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """config: what configures it. loop: MODULE:FUNCTION, called with a configuration and the name of the run."""
+    """A recipe: the class of its configuration, and as MODULE:FUNCTION its loop, a function of that and a run's
+    name."""
 
     config: type[Config]
     loop: str
@@ -64,10 +65,12 @@ OmegaConf.register_new_resolver("asset", lambda name: str(ASSETS / name), replac
 def main(recipe: str, argv: Sequence[str] | None = None) -> int:
     """Compose the configuration of `recipe`, one of RECIPES, and run it.
 
-    argv: None: of this process, on which a key may stand once. In a list that a program gives, the last one counts.
+    argv: words of the command line; None: those of this process, on which a key may stand only once. In words that a
+        program gives, the last value of a key counts.
 
-    Returns the exit status: 0 done; 2 a mistake of the user, or a disk that refused (told once on standard error); 75
-    told to end by a signal, and saved; 130 the same by Ctrl-C. Anything else is a crash, which keeps its traceback.
+    Return the exit status: 0 done; 2 a mistake of the user, or a disk that refused to write (one line on standard
+    error); 75 ended by a signal after saving; 130 the same by Ctrl-C. Any other end is a crash, which keeps its
+    traceback.
     """
     with interrupts.watched():
         return _main(recipe, argv)
@@ -108,41 +111,46 @@ def _main(recipe: str, argv: Sequence[str] | None) -> int:
             print_once(yaml.safe_dump(values, sort_keys=False))
             return 0
         command_line.refuse_missing_ranks(recipe, config, words)
-        startup.prepare(config)  # before torch is imported
+        startup.prepare(config)  # torch must not be imported before
         run(recipe, config, f"{recipe}-{preset}")
         return 0
     except UserError as error:
         print_error_once(str(error))
         return 2
     except OSError as error:
-        if error.errno not in OF_THE_DISK:
+        if error.errno not in DISK_ERRORS:
             raise
-        what = error.filename or "a file of the run"
-        print_error_once(f"{what}: {error.strerror}; make room for it, or mend the disk")
+        file = error.filename or "a file of the run"
+        print_error_once(f"{file}: {error.strerror}; make room for it, or mend the disk")
         return 2
     except PreemptedError as end:
         end_torchrun(end.told)
         return interrupts.STATUS if end.told == signal.SIGINT else PREEMPTED
     finally:
-        dist = sys.modules.get("torch.distributed")  # not imported before there is something to run
+        dist = sys.modules.get("torch.distributed")  # imported only if something ran
         with contextlib.suppress(Exception):  # after a mistake the other ranks may be gone already
             if dist is not None and dist.is_initialized():
                 dist.destroy_process_group()
 
 
 def run(recipe: str, config: Config, run_name: str) -> None:
-    # Its import takes seconds: help and a mistake in the command line do not wait for it.
+    """Run the loop of a recipe."""
+    # Imported here, as it takes seconds that help and mistakes of a command line need not wait for.
     pkgutil.resolve_name(RECIPES[recipe].loop)(config, run_name)
 
 
 def presets(recipe: str) -> list[str]:
+    """Return the names of a recipe's presets."""
     return sorted(path.stem for path in (CONF / recipe / "preset").glob("*.yaml"))
 
 
 def compose_config(
     recipe: str, config_class: type[ConfigT], overrides: Sequence[str]
 ) -> tuple[ConfigT, dict[str, Any], str]:
-    """Preset and overrides -> (checked configuration, the same as plain values, name of the preset)."""
+    """Compose preset and overrides; return the checked configuration, its plain values, and the preset's name.
+
+    Raises UserError.
+    """
     preset = PLAIN if any(override.startswith("model.path=") for override in overrides) else DEMONSTRATION
     keys, others = known_keys(config_class), []
     open_keys = mappings(config_class)
@@ -154,7 +162,7 @@ def compose_config(
         if key == "preset":
             preset = value
         elif key in open_keys or any(key.startswith(f"{name}.") for name in open_keys):
-            others.append(f"++{override}")  # Hydra's way to say that a name may be new
+            others.append(f"++{override}")  # Hydra's syntax for a name that may be new
         elif key in keys:
             others.append(override)
         else:
@@ -183,32 +191,30 @@ def compose_config(
     return build(config_class, values), values, preset
 
 
-def end_torchrun(told: signal.Signals) -> None:
-    """End the agent that started this rank, if one did: it would take this for a crash, and start the ranks again.
+def end_torchrun(received: signal.Signals) -> None:
+    """End torchrun's agent, if one started this rank: it would take the end for a crash, and start the ranks again.
 
-    After SIGTERM or SIGINT it has nothing to be told: it got one itself, or has sent SIGTERM to start the ranks anew
-    with other nodes.
+    received: signal that ended the run.
     """
     agent = environment.torchrun_agent()
-    if agent is None or told in (signal.SIGTERM, signal.SIGINT):
+    # After SIGINT or SIGTERM the agent is ending too, or it has sent SIGTERM itself to start the ranks on other nodes.
+    if agent is None or received in (signal.SIGTERM, signal.SIGINT):
         return
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which it sends to its ranks
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # an ending agent sends SIGTERM to its ranks
     if environment.local_rank() == 0:
         os.kill(agent, signal.SIGTERM)
 
 
 def print_once(text: str) -> None:
-    """What was asked for, on standard output: rank 0 says it for all."""
+    """Print to standard output on rank 0."""
     if environment.rank_and_world()[0] == 0:
         print(text, end="")
 
 
 def print_error_once(message: str) -> None:
-    """Print a mistake once for all ranks of this node: the first one to fail says it.
-
-    Every rank finds the same mistake, but torchrun stops the others as soon as one has ended, rank 0 perhaps among
-    them. A file that only one of them can create decides.
-    """
+    """Print a mistake on the first rank of this node that fails."""
+    # All ranks find the same mistake, but torchrun stops the others, perhaps rank 0, when one ends. So the rank prints
+    # that creates a file.
     if environment.rank_and_world()[1] > 1:
         parent = psutil.Process(os.getppid())
         marker = Path(tempfile.gettempdir()) / f"isoloss-mistake-{parent.pid}-{parent.create_time()}"
@@ -216,6 +222,6 @@ def print_error_once(message: str) -> None:
             marker.touch(exist_ok=False)
         except FileExistsError:
             return
-        except OSError:  # then each says it
+        except OSError:  # without such a file every rank prints it
             pass
     say(f"isoloss: error: {message}", error=True)

@@ -1,12 +1,12 @@
-"""Reinforcement learning in one readable file: no loop of the library, no Hydra, just its verbs.
+"""Train by reinforcement learning in one readable file: without the library's loop and Hydra, by its verbs alone.
 
     python -m isoloss.recipes.sft preset=sort output_dir=runs/sft-sort      # a start: right in a quarter of its answers
     python -m isoloss.recipes.minimal_rl runs/sft-sort/hf [STEPS]
     torchrun --nproc_per_node 2 -m isoloss.recipes.minimal_rl runs/sft-sort/hf   # the same numbers, on two ranks
 
-GRPO on the sort task: the reward is 1 for the right answer and 0 for any other, and a completion is as good as it is
-better than the others of its prompt. `isoloss.recipes.grpo` is the same loop with presets, checkpoints, metrics, reward
-functions in processes of their own, dynamic sampling, other algorithms and rollouts on servers.
+GRPO on the sort task: the reward is 1 for the right answer and 0 for any other, and the advantage of a completion
+compares it with the others of its prompt. `isoloss.recipes.grpo` is the same loop with presets, checkpoints, metrics,
+reward functions in processes of their own, dynamic sampling, other algorithms and rollouts on servers.
 
 Shape suffixes: P prompts, G completions of each, T tokens of a sample, N tokens of a micro-batch that are trained on.
 """
@@ -25,7 +25,7 @@ from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import BatchConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.dataset import draw_indices
-from isoloss.engine.rl.backends.local.transformers_backend import InProcessBackend
+from isoloss.engine.rl.backends.local.transformers_backend import TransformersBackend
 from isoloss.engine.rl.prompts import load_prompts
 from isoloss.engine.rl.trajectory import Completion, Prompt, Request, Sampling
 from isoloss.engine.step.engine import Engine
@@ -41,7 +41,7 @@ MAX_NEW_TOKENS, SEED = 6, 0
 
 @dataclass(frozen=True)
 class Step:
-    """Of an optimizer step. reward: the mean of the generated batch that it learns from."""
+    """Metrics of an optimizer step. reward: mean of the generated batch that the step learns from."""
 
     reward: float
     loss: float
@@ -49,24 +49,24 @@ class Step:
 
 
 def reward(text: str, completion: Completion, prompt: Prompt) -> float:
-    """Right, and ended by the model itself."""
+    """Return 1 for a right answer that the model ended itself, else 0."""
     return float(completion.finish == "stop" and text.strip() == prompt.answer)
 
 
 def group_advantages(rewards_PG: Tensor) -> Tensor:
-    """How much better than the other completions of its prompt, [P, G]: Shao et al. 2024, arXiv 2402.03300."""
+    """Return rewards relative to those of the same prompt, [P, G]: Shao et al. 2024, arXiv 2402.03300."""
     return (rewards_PG - rewards_PG.mean(1, keepdim=True)) / (rewards_PG.std(1, keepdim=True) + 1e-6)
 
 
 def clip_loss(inputs: TokenInputs) -> Tensor:
-    """PPO's clipped surrogate of every token, [N]; the engine weighs and sums it."""
+    """Return PPO's clipped surrogate of every token, [N]; the engine weights and sums it."""
     advantages_N = inputs.fields["advantages"]
     ratio_N = torch.exp(inputs.logprobs_N - inputs.fields["rollout_logprobs"])
     return -torch.minimum(ratio_N * advantages_N, ratio_N.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantages_N)
 
 
 def to_sample(prompt: Prompt, completion: Completion, advantage: float) -> Sample:
-    """The tokens that were read and generated, never tokenized again; the completion's are learned from."""
+    """Return a sample of the tokens of prompt and completion, without tokenizing again; the completion is trained."""
     tokens_T = torch.tensor([*prompt.tokens, *completion.tokens])
     mask_T = torch.arange(len(tokens_T)) >= len(prompt.tokens)
     logprobs_T = torch.tensor([0.0] * len(prompt.tokens) + list(completion.logprobs), dtype=torch.float64)
@@ -74,34 +74,38 @@ def to_sample(prompt: Prompt, completion: Completion, advantage: float) -> Sampl
 
 
 class Policy:
-    """What generates, with the weights of the engine, and what its completions are worth."""
+    """Generates with the weights of the engine, and rewards the completions."""
 
     def __init__(self, engine: Engine, folder: str):
         self.engine, self.tokenizer = engine, load_tokenizer(folder, engine.arch.vocab_size)
-        self.backend = InProcessBackend(folder, engine.model.dtype, engine.device, concurrency=256)
+        self.backend = TransformersBackend(folder, engine.model.dtype, engine.device, concurrency=256)
         self.sampling = Sampling(MAX_NEW_TOKENS, stop_token_ids=(self.tokenizer.eos_token_id,), seed=SEED)
 
     def update_weights(self, version: int) -> None:
+        """Copy the engine's weights to the backend."""
         self.backend.update_weights(self.engine.weight_stream(64 << 20, self.backend.receives), version)
 
     def generate(self, prompts: Sequence[Prompt], ids: Sequence[str]) -> tuple[list[Completion], list[float]]:
-        """A completion of each prompt and its reward. An id seeds a completion: it depends on nothing else."""
+        """Return a completion of each prompt and its reward. ids: seeds of the completions, which depend on no
+        other."""
         requests = [Request(id, prompt.tokens) for id, prompt in zip(ids, prompts)]
-        told = [self.backend.generate(requests, self.sampling)]
-        dist.broadcast_object_list(told, src=0)  # rank 0 has them; what follows is the same on every rank
-        completions = told[0]
-        texts = [self.tokenizer.decode([*each.tokens], skip_special_tokens=True) for each in completions]
-        return completions, [reward(*each) for each in zip(texts, completions, prompts)]
+        results = [self.backend.generate(requests, self.sampling)]
+        dist.broadcast_object_list(
+            results, src=0
+        )  # only rank 0 has completions; from here on all ranks compute the same
+        completions = results[0]
+        texts = [self.tokenizer.decode([*completion.tokens], skip_special_tokens=True) for completion in completions]
+        return completions, list(map(reward, texts, completions, prompts))
 
 
 def main(folder: str, steps: int = 60, *, task: Path = SORT) -> list[Step]:
-    """Train the model of a Hugging Face folder; returns what every optimizer step told.
+    """Train the model of a Hugging Face folder; return the metrics of every optimizer step.
 
-    task: a folder with rl.jsonl, the problems to learn from, and eval.jsonl, those to be judged by.
+    task: folder with problems: rl.jsonl to train on, and eval.jsonl to evaluate on.
     """
     config = Config(
         model=ModelConfig(path=folder),
-        batch=BatchConfig(max_tokens=8192),  # the token budget of a micro-batch: memory, never the loss
+        batch=BatchConfig(max_tokens=8192),  # tokens of a micro-batch: decides memory, never the loss
         optim=OptimConfig(lr=2e-4, warmup_steps=5, schedule="constant"),
         train=TrainConfig(precision="fp32", seed=SEED),
     )
@@ -114,7 +118,7 @@ def main(folder: str, steps: int = 60, *, task: Path = SORT) -> list[Step]:
     policy = Policy(engine, folder)
     loss = Loss.of(clip_loss, aggregation="token-mean")
 
-    def tell(line: str) -> None:
+    def report(line: str) -> None:
         if dist.get_rank() == 0:
             print(line, flush=True)
 
@@ -125,7 +129,7 @@ def main(folder: str, steps: int = 60, *, task: Path = SORT) -> list[Step]:
     while len(history) < steps:
         policy.update_weights(version=len(history))
         if not history:
-            tell(f"held-out reward {held_out_reward():.3f}")
+            report(f"held-out reward {held_out_reward():.3f}")
         first = len(history) // MINIBATCHES * NUM_PROMPTS
         rows = draw_indices(len(problems), first, NUM_PROMPTS, SEED).tolist()
         drawn = [(f"{problems[row].id}/{draw}", problems[row]) for draw, row in enumerate(rows, start=first)]
@@ -134,15 +138,15 @@ def main(folder: str, steps: int = 60, *, task: Path = SORT) -> list[Step]:
         completions, rewards = policy.generate(prompts, ids)
         advantages_PG = group_advantages(torch.tensor(rewards, dtype=torch.float64).view(NUM_PROMPTS, -1))
         samples = list(map(to_sample, prompts, completions, advantages_PG.flatten().tolist()))
-        # Every rank names the same samples: the engine decides which rank runs which of them, and counts over all.
+        # Every rank gives the same samples. The engine divides them among the ranks, and counts over all.
         order = np.random.default_rng([SEED, len(history), 0]).permutation(len(samples))
         for part in np.array_split(order, MINIBATCHES):
             metrics = engine.forward_backward([samples[index] for index in part], loss)
             result = engine.optim_step(learning_rate(len(history), config.optim, steps))
             history.append(Step(sum(rewards) / len(rewards), metrics.loss, result.grad_norm))
-        tell(f"step {len(history):3}  reward {history[-1].reward:.3f}  gradient norm {history[-1].grad_norm:.6f}")
+        report(f"step {len(history):3}  reward {history[-1].reward:.3f}  gradient norm {history[-1].grad_norm:.6f}")
     policy.update_weights(version=len(history))
-    tell(f"held-out reward {held_out_reward():.3f}")
+    report(f"held-out reward {held_out_reward():.3f}")
     return history
 
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning in one readable file: no trainer, no Hydra, just the two verbs.
+"""Train by supervised fine-tuning in one readable file: without a trainer and Hydra, by the two verbs alone.
 
     python -m isoloss.recipes.minimal_sft [STEPS]
     torchrun --nproc_per_node 2 -m isoloss.recipes.minimal_sft       # the same numbers, on two ranks
@@ -23,10 +23,10 @@ SEED = 0
 
 
 def main(steps: int = 20) -> list[float]:
-    """Train the tiny model; returns the loss of every step."""
+    """Train the tiny model; return the loss of every step."""
     config = Config(
         model=ModelConfig(path=str(TINY), from_scratch=True),
-        batch=BatchConfig(max_tokens=4096),  # the token budget of a micro-batch: memory, never the loss
+        batch=BatchConfig(max_tokens=4096),  # tokens of a micro-batch: decides memory, never the loss
         optim=OptimConfig(lr=4e-3, warmup_steps=20, weight_decay=0.1),
         train=TrainConfig(precision="fp32", seed=SEED),
     )
@@ -37,7 +37,7 @@ def main(steps: int = 20) -> list[float]:
 
     losses = []
     for step in range(steps):
-        # Every rank names the same samples: the engine decides which rank runs which of them, and counts over all.
+        # Every rank gives the same samples. The engine divides them among the ranks, and counts over all.
         samples = [data[int(row)] for row in step_indices(len(data), step, GLOBAL_SIZE, SEED)]
         metrics = engine.forward_backward(samples, loss)
         result = engine.optim_step(learning_rate(step, config.optim, steps))

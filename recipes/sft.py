@@ -1,4 +1,4 @@
-"""Supervised fine-tuning.
+"""Run supervised fine-tuning.
 
 python -m isoloss.recipes.sft                                    # preset tiny: one rank
 torchrun --nproc_per_node 4 -m isoloss.recipes.sft parallel.tp=2 parallel.ulysses=2 model.path=DIR data.train=FILE

@@ -1,4 +1,4 @@
-"""What the commands of tools/ share."""
+"""Parse arguments and report mistakes, the same way in all commands of tools/."""
 
 import argparse
 import sys
@@ -8,20 +8,20 @@ from isoloss.parallel import UserError
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells a mistake in one line, as recipes do."""
+    """A parser that reports a mistake in one line, as recipes do."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"isoloss: error: {message}; --help tells more\n")
 
 
 def parser(tool: str, docstring: str | None) -> Parser:
-    """Of `python -m isoloss.tools.TOOL`. docstring: of its module, shown by --help."""
+    """Return the parser of `python -m isoloss.tools.TOOL`. docstring: the text of --help."""
     as_written = argparse.RawDescriptionHelpFormatter
     return Parser(prog=f"python -m isoloss.tools.{tool}", description=docstring, formatter_class=as_written)
 
 
 def tell_mistake(error: UserError | OSError) -> int:
-    """On standard error, in one line. Returns the exit status."""
-    told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-    print(f"isoloss: error: {told}", file=sys.stderr)
+    """Report a mistake on standard error, in one line. Return the exit status."""
+    message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    print(f"isoloss: error: {message}", file=sys.stderr)
     return 2

@@ -7,21 +7,23 @@ Reads eval.jsonl of each run, and from metrics.jsonl the groups that dynamic sam
 panel of their own. Prints a line for each run: where its reward started, where it ended, and the rise.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from isoloss.engine.run.records import RunRecords
 from isoloss.parallel.runtime.errors import UserError
 from isoloss.tools import command_line
 
 
 @dataclass(frozen=True)
 class Curve:
-    """steps, rewards: of the evaluations.
-    batches: for every generated batch the first optimizer step that it feeds, the groups drawn and those of them
-        dropped."""
+    """The evaluations of a run.
+
+    steps, rewards: optimizer steps and mean reward of each evaluation. batches: for each generated batch the first
+    optimizer step that it feeds, and the numbers of groups drawn and dropped.
+    """
 
     label: str
     steps: tuple[int, ...]
@@ -38,7 +40,7 @@ class Curve:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 drawn, 2 a mistake of the user, told in one line on standard error."""
+    """Return the exit status: 0 drawn, 2 a mistake of the user, in one line on standard error."""
     parser = command_line.parser("reward_curve", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run that had data.eval")
     parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: reward_curve.png in the first RUN")
@@ -62,12 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_curve(run: Path, label: str) -> Curve:
-    """Raises UserError where the folder holds no evaluated run."""
-    evaluations = [row for row in read_rows(run / "eval.jsonl") if "reward_mean" in row]
+    """Read the curve of a run. Raise UserError if the folder holds no evaluated run."""
+    evaluations = [row for row in RunRecords(run).evaluations() if "reward_mean" in row]
     if not evaluations:
         raise UserError(f"{run}/eval.jsonl holds no reward_mean: give a run of grpo or dapo that had data.eval")
-    # Every optimizer step tells of its batch, and several may share one: the count of prompts so far tells which.
-    rows = [row for row in read_rows(run / "metrics.jsonl") if "prompts_drawn" in row]
+    # Every optimizer step has the numbers of its batch, and several may share one: the count of prompts identifies it.
+    rows = [row for row in RunRecords(run).metrics() if "prompts_drawn" in row]
     first = {row["prompts_drawn"]: row for row in reversed(rows)}
     batches = sorted((row["step"], row["groups_drawn"], row["groups_dropped"]) for row in first.values())
     return Curve(
@@ -78,23 +80,8 @@ def read_curve(run: Path, label: str) -> Curve:
     )
 
 
-def read_rows(path: Path) -> list[dict]:
-    """The rows of a JSON Lines file; a last line without its newline is still being written."""
-    if not path.is_file():
-        raise UserError(f"{path} does not exist: give the output_dir of a run")
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-        if not line.endswith("\n"):
-            break
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: not JSON ({error.msg}); copy the file again") from None
-    return rows
-
-
 def summary(curve: Curve) -> str:
-    """A run in one line."""
+    """Describe a run in one line."""
     start, end = curve.rewards[0], curve.rewards[-1]
     line = f"{curve.label}: held-out reward {start:.3f} -> {end:.3f} ({end - start:+.3f}) in {curve.steps[-1]} steps"
     if curve.dropped:
@@ -103,7 +90,7 @@ def summary(curve: Curve) -> str:
 
 
 def draw(curves: Sequence[Curve], out: Path) -> None:
-    from matplotlib.figure import Figure  # only once all is read: it takes a second
+    from matplotlib.figure import Figure  # imported only when all is read: it takes a second
 
     sampled = [curve for curve in curves if curve.dropped]
     figure = Figure(figsize=(7, 6 if sampled else 4), layout="constrained")

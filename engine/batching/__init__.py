@@ -1,1 +1,1 @@
-"""From samples to rows of ranks: balance, plan, packing. Pure, but for `distribute`."""
+"""Turn samples into rows of ranks: balance, plan, packing. All but `distribute` is pure."""

@@ -1,7 +1,7 @@
-"""The plan: which data-parallel rank computes which sample, and in which micro-batch.
+"""Plan which data-parallel rank computes which sample, and in which micro-batch.
 
 A pure function of the lengths: every rank computes the same plan for itself, no collective is entered. The plan decides
-who works when; it never decides what the loss is (the weights are made before it, from whole samples).
+which rank works when; it never decides the loss (the weights are made before it, from whole samples).
 
 Vectors: lengths_S tokens of each sample, costs_S forward FLOPs of each sample (any unit will do).
 """
@@ -16,7 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.flops import delta_flops, met_parameters, output_parameters, pair_flops
+from isoloss.models.flops import met_parameters, output_parameters
+from isoloss.parallel.ops.prefix_tree import PrefixTree
+
+MicroBatches = tuple[tuple[tuple[int, ...], ...], ...]  # indices of samples, by dp rank and micro-batch
 
 
 @dataclass(frozen=True)
@@ -38,45 +41,35 @@ class CostModel:
             raise ValueError(f"coefficients must be finite, >= 0 and not all 0: got {coefficients}")
 
     def cost(self, lengths_S: ArrayLike) -> np.ndarray:
-        """Cost of each length, float64, of the shape of lengths_S."""
+        """Return the cost of each length, float64, of the shape of lengths_S."""
         lengths_S = np.asarray(lengths_S, dtype=np.float64)
         seen_S = np.minimum(lengths_S, self.window)
         windowed_S = self.windowed * seen_S * (2 * lengths_S - seen_S)
         return self.linear * lengths_S + self.quadratic * lengths_S**2 + windowed_S
 
     def cost_of_spans(self, spans: Sequence[tuple[int, int]]) -> float:
-        """Of tokens from `start` to `stop` of their sequences, which see those before them."""
+        """Return the cost of tokens from `start` to `stop` of their sequences, which see the tokens before them."""
         starts, stops = zip(*spans) if spans else ((), ())
         return float(self.cost(stops).sum() - self.cost(starts).sum())
 
     @classmethod
     def of(cls, arch: Architecture) -> "CostModel":
-        """The FLOPs of a model (models/flops.py): linear of matrices and of linear attention, quadratic and windowed
-        of attention.
+        """Count the FLOPs of a model (models/flops.py): linear ones of matrices and of linear attention, quadratic and
+        windowed ones of attention.
 
         The output projection is counted at every token, as is usual for MFU, though only labeled positions compute it:
         masked prompts are a little cheaper than this says.
         """
         parameters = sum(parameters for _, parameters in met_parameters(arch)) + output_parameters(arch)
-        linear = [layer for layer in range(arch.num_layers) if arch.is_linear(layer)]
-        windowed = [layer for layer in range(arch.num_layers) if arch.window(layer) is not None]
-        whole = set(range(arch.num_layers)) - {*linear, *windowed}
-        windows = {arch.window(layer) or 0 for layer in windowed}
+        attentions = [layer.attention for layer in arch.layers]
+        windows = {attention.window for attention in attentions if attention.window}
         assert len(windows) <= 1, "config.json gives one window for all layers that have one"
         return cls(
-            linear=2.0 * parameters + (len(linear) * delta_flops(arch) if linear else 0.0),
-            quadratic=sum(pair_flops(arch, layer) for layer in whole),
-            windowed=sum(pair_flops(arch, layer) for layer in windowed),
+            linear=2.0 * parameters + sum(attention.token_flops for attention in attentions),
+            quadratic=sum(attention.pair_flops for attention in attentions if not attention.window),
+            windowed=sum(attention.pair_flops for attention in attentions if attention.window),
             window=max(windows, default=0),
         )
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Samples that begin with the same tokens, and how many these are. In one micro-batch they are computed once."""
-
-    samples: tuple[int, ...]
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -90,16 +83,26 @@ class _Unit:
 
 @dataclass(frozen=True)
 class Plan:
-    """micro_batches[dp_rank][m]: indices of the samples in micro-batch m of that rank; () where none are left.
+    """A division of samples among ranks, micro-batches and rows.
+
+    micro_batches[dp_rank][m]: indices of the samples in micro-batch m of that rank; () where none are left.
+    trees[dp_rank][m]: the row that computes them, as pieces; the samples are its documents, in the same order.
 
     Every rank has the same number of micro-batches, so that no schedule waits for a rank that has finished. On each
     rank they run from the most to the least costly: the m-th are alike across ranks, and empty ones come last.
     """
 
-    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    micro_batches: MicroBatches
+    trees: tuple[tuple[PrefixTree, ...], ...]
 
     def __post_init__(self):
         assert len({len(rank) for rank in self.micro_batches}) == 1, "ranks with different numbers of micro-batches"
+
+    @classmethod
+    def apart(cls, micro_batches: MicroBatches, lengths: Sequence[int]) -> "Plan":
+        """Make a plan whose samples share no computation. lengths: tokens of every sample."""
+        trees = [[PrefixTree.apart([lengths[i] for i in m]) for m in rank] for rank in micro_batches]
+        return cls(micro_batches, tuple(map(tuple, trees)))
 
     @property
     def num_micro_batches(self) -> int:
@@ -112,15 +115,17 @@ def make_plan(
     max_tokens: int,
     cost_model: CostModel,
     multiple_of: int = 1,
-    groups: Sequence[Shared] = (),
+    shared: Mapping[tuple[int, ...], int] | None = None,
     stages: int = 1,
 ) -> Plan:
     """Place every sample once: ranks of even cost, micro-batches of even cost within `max_tokens` tokens.
 
-    No sample is ever split: one that is longer than `max_tokens` has a micro-batch to itself. Samples of one of the
-    `groups` stay together in parts, as large as leaves the ranks even: of several sizes, the one is taken whose
+    No sample is ever split: one that is longer than `max_tokens` has a micro-batch to itself. Groups of samples in
+    `shared` stay together in parts, as large as leaves the ranks even: of several sizes, the one is taken whose
     costliest rank costs least, its costliest micro-batch counted once more for each further of the `stages` of a
     pipeline, which it fills and drains. Without parts is one of them, so groups never make it cost more.
+
+    shared: number of tokens with which the samples of a group all begin, by group: a micro-batch computes them once.
 
     Samples go to ranks first, since the slowest rank sets the time of the step. Ranks of equal cost may hold different
     numbers of tokens and so need different numbers of micro-batches: all get the largest number any rank needs, rounded
@@ -137,39 +142,38 @@ def make_plan(
     costs = cost_model.cost(lengths_S).tolist()
     lengths = np.minimum(lengths_S, max_tokens).tolist()  # a sample that fills a micro-batch is alone in it
     alone = [_Unit((i,), lengths[i], costs[i]) for i in order_S]
-    if not groups:
-        return _place(alone, dp_size, max_tokens, multiple_of, stages)[1]
-    plans = []
-    for units in _divisions(alone, groups, lengths_S.tolist(), dp_size, max_tokens, cost_model):
-        cost, plan = _place(units, dp_size, max_tokens, multiple_of, stages)
-        plans.append((cost, plan.num_micro_batches, plan))
-    return min(plans, key=lambda found: found[:2])[2]
+    divisions = [alone]
+    if shared:
+        divisions = _divisions(alone, shared, lengths_S.tolist(), dp_size, max_tokens, cost_model)
+    placed = [_place(units, dp_size, max_tokens, multiple_of, stages) for units in divisions]
+    _, micro_batches = min(placed, key=lambda step: (step[0], len(step[1][0])))
+    return Plan.apart(micro_batches, lengths_S.tolist())
 
 
-# The costliest part of a group, in shares of what a rank has to do.
+# The costliest part of a group, in shares of a rank's work.
 LARGEST_PARTS = (math.inf, 1.0, 1 / 2, 1 / 4, 1 / 8)
 
 
 def _divisions(
     alone: Sequence[_Unit],
-    groups: Sequence[Shared],
+    shared: Mapping[tuple[int, ...], int],
     lengths: Sequence[int],
     dp_size: int,
     max_tokens: int,
     cost_model: CostModel,
 ) -> Iterator[list[_Unit]]:
-    """Ways to divide the groups into parts, each once; at last, every sample alone. alone: in order of their length."""
+    """Yield ways to divide the groups into parts, each once; at last, every sample alone. alone: the longest first."""
     of_sample = {unit.samples[0]: unit for unit in alone}
-    grouped = {i for group in groups for i in group.samples}
+    grouped = {i for samples in shared for i in samples}
     rest = [unit for unit in alone if unit.samples[0] not in grouped]
-    beginnings = cost_model.cost([group.tokens for group in groups]).tolist()
+    beginnings = cost_model.cost([*shared.values()]).tolist()
     share, before = math.inf, None
     for largest in LARGEST_PARTS:
         limit = math.inf if largest == math.inf else largest * share
         units = list(rest)
-        for group, beginning in zip(groups, beginnings):
-            members = sorted(group.samples, key=lambda i: (-lengths[i], i))
-            units += _parts(members, group.tokens, beginning, of_sample, lengths, max_tokens, limit)
+        for (samples, tokens), beginning in zip(shared.items(), beginnings):
+            members = sorted(samples, key=lambda i: (-lengths[i], i))
+            units += _parts(members, tokens, beginning, of_sample, lengths, max_tokens, limit)
         share = sum(unit.cost for unit in units) / dp_size if share == math.inf else share
         if units != before:
             yield units
@@ -186,9 +190,10 @@ def _parts(
     max_tokens: int,
     limit: float,
 ) -> list[_Unit]:
-    """The members of a group in as few parts of even cost as keep within both limits. members: the longest first.
+    """Divide the members of a group into the fewest parts of even cost within both limits. members: longest first.
 
-    tokens, beginning: what they share, and its cost."""
+    tokens, beginning: number of tokens that they share, and the cost of these.
+    """
     for count in range(1, len(members)):
         parts = assign_ranks(range(len(members)), [of_sample[i].cost - beginning for i in members], count)
         units = []
@@ -202,8 +207,10 @@ def _parts(
     return [of_sample[i] for i in members]
 
 
-def _place(units: Sequence[_Unit], dp_size: int, max_tokens: int, multiple_of: int, stages: int) -> tuple[float, Plan]:
-    """What the step costs (`make_plan`), and its plan."""
+def _place(
+    units: Sequence[_Unit], dp_size: int, max_tokens: int, multiple_of: int, stages: int
+) -> tuple[float, MicroBatches]:
+    """Return the cost of the step (`make_plan`), and the micro-batches of its plan."""
     by_cost = sorted(units, key=lambda unit: (-unit.cost, -unit.tokens, unit.samples))
     tokens, costs = [unit.tokens for unit in by_cost], [unit.cost for unit in by_cost]
     ranks = assign_ranks(range(len(by_cost)), costs, dp_size)
@@ -219,11 +226,11 @@ def _place(units: Sequence[_Unit], dp_size: int, max_tokens: int, multiple_of: i
         spread.sort(key=lambda units: -sum(costs[u] for u in units))
         plan.append(tuple(tuple(i for u in units for i in by_cost[u].samples) for units in spread))
         step = max(step, sum(costs[u] for u in rank) + (stages - 1) * sum(costs[u] for u in spread[0]))
-    return step, Plan(tuple(plan))
+    return step, tuple(plan)
 
 
 def assign_ranks(order_S: Sequence[int], costs_S: Sequence[float], dp_size: int) -> list[list[int]]:
-    """Heap greedy: each sample, in descending order of cost, to the rank of least cost so far (ties: lowest rank).
+    """Give each sample, in descending order of cost, to the rank of least cost so far (ties: lowest rank).
 
     Source: Graham 1969, longest processing time first. No rank exceeds the mean by more than the last sample it got,
     usually a short one. Karmarkar-Karp comes closer to the mean by less than 1e-4, for more than ten times the CPU:
@@ -239,7 +246,7 @@ def assign_ranks(order_S: Sequence[int], costs_S: Sequence[float], dp_size: int)
 
 
 def imbalance(plan: Plan, lengths_S: ArrayLike, cost_model: CostModel) -> float:
-    """Cost of the costliest rank over the mean of the ranks: 1.0 is perfect, and what a plan without samples has."""
+    """Return the cost of the costliest rank over the mean: 1.0 is perfect, also for a plan without samples."""
     costs_S = cost_model.cost(lengths_S).tolist()
     loads = [sum(costs_S[i] for micro_batch in rank for i in micro_batch) for rank in plan.micro_batches]
     total = sum(loads)
@@ -247,7 +254,7 @@ def imbalance(plan: Plan, lengths_S: ArrayLike, cost_model: CostModel) -> float:
 
 
 def _checked_lengths(lengths_S: Sequence[int] | np.ndarray) -> np.ndarray:
-    """int64 vector of the lengths, each at least 1."""
+    """Return an int64 vector of the lengths, each at least 1."""
     lengths_S = np.asarray(lengths_S)
     if lengths_S.size == 0:
         lengths_S = lengths_S.astype(np.int64)
@@ -257,7 +264,7 @@ def _checked_lengths(lengths_S: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def _pack(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Best-fit decreasing: each sample into the fullest bin that has room for it, else into a new one.
+    """Put each sample into the fullest bin that has room for it, else into a new one (best-fit decreasing).
 
     Never more than 11/9 of the optimal number of bins, plus 4 (Johnson et al. 1974).
     """
@@ -278,7 +285,7 @@ def _pack(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list
 def _spread(
     order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], count: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Heap greedy over `count` bins: each sample into the cheapest bin that has room; None where one fits nowhere."""
+    """Put each sample into the cheapest of `count` bins that has room (heap greedy); None where one fits nowhere."""
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [max_tokens] * count
     cheapest = [(0.0, b) for b in range(count)]  # (cost, bin)

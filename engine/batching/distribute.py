@@ -1,7 +1,7 @@
-"""Samples that rank 0 alone holds. The other ranks have outlines of them, and are sent what they compute when they do.
+"""Hold samples on rank 0 alone. The other ranks have outlines, and are sent the samples that they compute.
 
-A generated batch is large and comes into being on rank 0; another rank needs of it what the plan of an optimizer step
-places there.
+A generated batch is large and is made on rank 0; another rank needs only the samples that the plan of an optimizer
+step places there.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoloss.engine.batching.plan import Placement
+from isoloss.engine.batching.balance import Plan
+from isoloss.engine.batching.plan import Planner
 from isoloss.engine.batching.sample import Sample, outline
 from isoloss.parallel import Mesh
 from isoloss.parallel.collectives import gather_objects
@@ -21,12 +22,12 @@ from isoloss.parallel.runtime.process_group import own_host_group
 
 
 class Scatter:
-    """Carries samples from rank 0 to the ranks that compute them, over gloo: to the first rank of each replica of the
+    """Carry samples from rank 0 to the ranks that compute them, over gloo: to the first rank of each replica of the
     model, and on to the replica's other ranks.
 
     The constructor is collective over the world.
 
-    here: whether this rank is the one that holds them.
+    here: whether this rank holds them.
     """
 
     def __init__(self, mesh: Mesh):
@@ -39,33 +40,31 @@ class Scatter:
         self._replica = own_host_group(replicas)
 
     def make(self, call: Callable[[], list[Sample]]) -> list[Sample]:
-        """What call() gives on rank 0; on the other ranks outlines of it, or its UserError. Collective over the
-        world."""
+        """Return call() on rank 0, outlines of it on the other ranks; or raise its UserError on all. Collective over
+        the world."""
         return self._rank0.compute(call, lambda samples: [outline(sample) for sample in samples])
 
     def hold(self, samples: Sequence[Sample]) -> "RankZeroSamples":
-        """Samples that `make` gave, for an engine's methods."""
+        """Return samples that `make` gave as a `Holder`, for an engine's methods."""
         return RankZeroSamples(samples, self)
 
-    def placed(
-        self, samples: Sequence[Sample], place: Callable[[Sequence[Sample]], Placement]
-    ) -> tuple[Placement, list[Sample]]:
-        """Where samples that `make` gave are computed, and the samples: whole where that is this rank.
+    def planned(self, samples: Sequence[Sample], plan: Planner) -> tuple[Plan, list[Sample]]:
+        """Return the plan of samples that `make` gave, and the samples: whole where this rank computes them.
 
-        Collectives: a broadcast of the placement over the world; for each replica but rank 0's own a message for each
-        of tokens, masks and fields, and a broadcast of these in every replica.
+        Collectives: a broadcast of the plan over the world; for each replica but rank 0's own a message for each
+        of tokens, masks, fields and own targets, and a broadcast of these in every replica.
         """
-        placement, found = self._rank0.compute(lambda: place(samples)), list(samples)
+        step_plan, samples_here = self._rank0.compute(lambda: plan(samples)), list(samples)
         for dp_rank, first in enumerate(self._firsts):
-            indices = [*chain.from_iterable(placement.plan.micro_batches[dp_rank])]
+            indices = [*chain.from_iterable(step_plan.micro_batches[dp_rank])]
             if indices and (self.here or dp_rank == self._dp_rank):
                 sent = self._sent([samples[index] for index in indices], dp_rank, first)
                 for index, sample in zip(indices, sent):
-                    found[index] = sample
-        return placement, found
+                    samples_here[index] = sample
+        return step_plan, samples_here
 
     def _sent(self, samples: Sequence[Sample], dp_rank: int, first: int) -> list[Sample]:
-        """The samples, whole, on the ranks of this replica, whose first rank is `first`."""
+        """Return the samples, whole, on the ranks of this replica, whose first rank is `first`."""
 
         def sent(values: Sequence[Tensor]) -> list[Tensor]:
             return self._sent_together(values, dp_rank, first)
@@ -73,11 +72,15 @@ class Scatter:
         tokens, masks = sent([sample.tokens_T for sample in samples]), sent([sample.mask_T for sample in samples])
         names = [*samples[0].fields]
         fields = [dict(zip(names, of_one)) for of_one in zip(*(sent([s.fields[n] for s in samples]) for n in names))]
+        targets = iter(sent(given) if (given := [s.targets_T for s in samples if s.targets_T is not None]) else [])
         parts = zip(samples, tokens, masks, fields or [{} for _ in samples])
-        return [replace(sample, tokens_T=t, mask_T=m, fields=f) for sample, t, m, f in parts]
+        return [
+            replace(s, tokens_T=t, mask_T=m, fields=f, targets_T=None if s.targets_T is None else next(targets))
+            for s, t, m, f in parts
+        ]
 
     def _sent_together(self, values: Sequence[Tensor], dp_rank: int, first: int) -> list[Tensor]:
-        """Vectors of one type, in one message."""
+        """Send vectors of one type in one message."""
         if self.here:
             if first == 0 and self._replica.size() == 1:
                 return [*values]
@@ -94,13 +97,13 @@ class Scatter:
         return [*values] if self.here else [*flat.split([len(each) for each in values])]
 
     def close(self) -> None:
-        """Collective over the world."""
+        """Destroy the groups. Collective over the world."""
         dist.destroy_process_group(self._replica)
         self._rank0.close()
 
 
 class RankZeroSamples(Sequence[Sample]):
-    """The samples of a step, whole on rank 0; on the other ranks their lengths, groups, ids and the fields' names."""
+    """The samples of a step, whole on rank 0; on the other ranks their lengths, ids and the fields' names."""
 
     def __init__(self, samples: Sequence[Sample], scatter: Scatter):
         self._samples, self._scatter = samples, scatter
@@ -111,6 +114,6 @@ class RankZeroSamples(Sequence[Sample]):
     def __getitem__(self, index):
         return self._samples[index]
 
-    def placed(self, place: Callable[[Sequence[Sample]], Placement]) -> tuple[Placement, list[Sample]]:
-        """See `Scatter.placed`."""
-        return self._scatter.placed(self._samples, place)
+    def planned(self, plan: Planner) -> tuple[Plan, list[Sample]]:
+        """See `Scatter.planned`."""
+        return self._scatter.planned(self._samples, plan)

@@ -1,4 +1,4 @@
-"""Samples of a micro-batch -> one packed (THD) row -> this rank's slice of it.
+"""Pack the samples of a micro-batch into one (THD) row, and take this rank's slice of it.
 
 Shape suffixes: T tokens of one sample, R of this rank's slice, N targets that it predicts, L those of the whole row,
 S samples of the row, P its pieces, A aggregations of the loss.
@@ -6,14 +6,16 @@ S samples of the row, P its pieces, A aggregations of the loss.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from isoloss.engine.batching.prefixes import Piece, unfolded
 from isoloss.engine.batching.sample import Sample
 from isoloss.parallel import Mesh
+from isoloss.parallel.ops.prefix_tree import PrefixTree
 from isoloss.parallel.ops.varlen import VarlenCache
 from isoloss.parallel.runtime.upload import upload
 from isoloss.parallel.sequence import own_tokens, padded_document, padded_length
@@ -24,16 +26,17 @@ class PackedBatch:
     """A micro-batch as one rank sees it.
 
     tokens_R, positions_R: int64; positions go on along a document, and restart in the next.
-    lengths, parents: of the pieces of the whole row, as in `PrefixTree`, with the padding that some attention
-        kernels want behind each; padding of the row last.
+    lengths, parents: the pieces of the whole row, as in `PrefixTree`, with the padding that some attention kernels want
+        behind each; padding of the row last.
     piece_R: the piece of the row that each token belongs to; -1 for padding and dummy tokens.
     members_SP: 1 where a sample of the row goes through a piece, else 0, fp64.
-    length_S, start_S: tokens of each sample of the row, and where it begins in the concatenation of all of the step.
-    labelled_N: indices into the slice of the positions that predict a target, one for each target; targets_N: those.
-    document_N, origin_N: the sample of the row that each target belongs to, and where it stands in that concatenation.
+    length_S, start_S: tokens of each sample of the row, and its start in the concatenation of all samples of the step.
+    labelled_N: for each target, the position of the slice that predicts it. targets_N: token ids of the targets.
+    document_N, origin_N: for each target, its sample in the row, and its place in that concatenation.
     weights_AN: fp64, from the normalizer. fields: per-target tensors of the samples, [N].
+    cut_sequences: whether a trajectory of the step is cut into several samples, wherever these are.
     longest: tokens of the longest whole row that a data-parallel rank has of this micro-batch, with padding.
-    uploads: what attention has told the device of the row, for all chunks of the model.
+    uploads: tensors that describe the row to attention on the device, for all chunks of the model.
     """
 
     tokens_R: Tensor
@@ -50,98 +53,122 @@ class PackedBatch:
     origin_N: Tensor
     weights_AN: Tensor
     fields: Mapping[str, Tensor]
+    cut_sequences: bool = False
     longest: int = 0
     uploads: VarlenCache = field(default_factory=VarlenCache)
 
 
-def pack(
-    samples: Sequence[Sample],
-    weights: Sequence[Tensor],
-    offsets: Sequence[int],
-    mesh: Mesh,
-    device: torch.device,
-    names: Sequence[str] = (),
-    modes: int = 1,
-    pieces: Sequence[Piece] | None = None,
-) -> PackedBatch:
-    """Pack samples into one row and take this rank's slice.
+@dataclass(frozen=True)
+class StepSamples:
+    """The samples of a step, and the weights that this rank needs.
 
-    weights: for each sample, weights for every token as a target, [A, T].
-    offsets: of each sample, its start in the step.
-    names, modes: fields of the step's samples and number of aggregations; a row of dummies has them too.
-    pieces: of the samples, where what they begin with alike is to be in the row once (`prefixes.fold`).
-    Targets are found here, on whole samples, before sharding: a token that ends what several samples share predicts a
-    target for each. No samples make a row of dummy tokens without labels, through which every parameter still gets a
-    (zero) gradient.
+    samples: all samples of the step; an outline is enough for one that another rank computes.
+    weights: weight of every token as a target, [A, T] fp64, by sample that this rank computes.
+    modes: number of aggregations A.
     """
-    pieces = pieces if pieces is not None else unfolded([len(sample) for sample in samples])
-    spans = [padded_document(len(piece), mesh) for piece in pieces]
-    used = sum(spans)
-    total = padded_length(used, mesh)
-    rest = (total - used,) if total > used else ()
-    tokens = torch.zeros(total, dtype=torch.int64)
-    positions = torch.arange(total) - used
-    piece_of = torch.full((total,), -1)
-    places = [torch.empty(len(sample), dtype=torch.int64) for sample in samples]  # of each token in the row
-    members = torch.zeros((len(samples), len(pieces)), dtype=torch.float64)
-    for index, (piece, span, start) in enumerate(zip(pieces, spans, accumulate(spans, initial=0))):
-        row, own = slice(start, start + len(piece)), slice(piece.start, piece.stop)
-        tokens[row] = samples[piece.samples[0]].tokens_T[own]
-        # Padding of a document goes on in it: no token before it sees it, and it needs no mask of its own.
-        positions[start : start + span] = torch.arange(piece.start, piece.start + span)
-        piece_of[row] = index
-        members[list(piece.samples), index] = 1
-        for sample in piece.samples:
-            places[sample][own] = torch.arange(row.start, row.stop)
-    all_lengths = (*spans, *rest)
-    own_R = own_tokens(all_lengths, mesh)
-    labels = _Labels.of(samples, weights, offsets, places, names, modes)
-    slot = torch.full((total,), -1)
+
+    samples: Sequence[Sample]
+    weights: Mapping[int, Tensor]
+    modes: int
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Return the place of each sample's first token in the concatenation of all samples."""
+        return [0, *accumulate(map(len, self.samples))]
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Return the names of the samples' fields."""
+        return sorted(self.samples[0].fields) if self.samples else []
+
+
+def pack(
+    step: StepSamples, micro_batch: Sequence[int], tree: PrefixTree, mesh: Mesh, device: torch.device
+) -> PackedBatch:
+    """Concatenate the pieces of a micro-batch and keep this rank's slice.
+
+    micro_batch: indices of its samples. None make a row of dummy tokens without labels, through which every parameter
+        still gets a (zero) gradient.
+    tree: the row's pieces, whose documents are the samples.
+    Targets are found here, on whole samples, before sharding: the last token that several samples share predicts a
+    target for each.
+    """
+    samples = [step.samples[index] for index in micro_batch]
+    row = _Row.of([sample.tokens_T for sample in samples], tree, mesh)
+    labels = _Labels.of(step, micro_batch, row.places)
+    own_R = own_tokens(row.lengths, mesh)
+    slot = torch.full((len(row.tokens),), -1)
     slot[own_R] = torch.arange(len(own_R))
     mine = (slot[labels.place_L] >= 0).nonzero().squeeze(1)
     mine = mine[slot[labels.place_L[mine]].argsort(stable=True)]
-    (
-        tokens_R,
-        positions_R,
-        piece_R,
-        members_SP,
-        length_S,
-        start_S,
-        labelled_N,
-        targets_N,
-        document_N,
-        origin_N,
-        *floats,
-    ) = _upload(
-        [tokens[own_R], positions[own_R], piece_of[own_R], members]
-        + [torch.tensor([len(sample) for sample in samples], dtype=torch.int64)]
-        + [torch.tensor(list(offsets), dtype=torch.int64), slot[labels.place_L[mine]], labels.target_L[mine]]
-        + [labels.sample_L[mine], labels.origin_L[mine], labels.weights_AL[:, mine]]
-        + [values_L[mine] for values_L in labels.fields.values()],
-        device,
-    )
-    return PackedBatch(
-        tokens_R=tokens_R,
-        positions_R=positions_R,
-        lengths=all_lengths,
-        parents=(*(piece.parent for piece in pieces), *(-1 for _ in rest)),
-        piece_R=piece_R,
-        members_SP=members_SP,
-        length_S=length_S,
-        start_S=start_S,
-        labelled_N=labelled_N,
-        targets_N=targets_N,
-        document_N=document_N,
-        origin_N=origin_N,
-        weights_AN=floats[0],
-        fields=dict(zip(labels.fields, floats[1:])),
-    )
+    host = {
+        "tokens_R": row.tokens[own_R],
+        "positions_R": row.positions[own_R],
+        "piece_R": row.piece_of[own_R],
+        "members_SP": row.members_SP,
+        "length_S": torch.tensor([len(sample) for sample in samples], dtype=torch.int64),
+        "start_S": torch.tensor([step.starts[index] for index in micro_batch], dtype=torch.int64),
+        "labelled_N": slot[labels.place_L[mine]],
+        "targets_N": labels.target_L[mine],
+        "document_N": labels.sample_L[mine],
+        "origin_N": labels.origin_L[mine],
+        "weights_AN": labels.weights_AL[:, mine],
+    }
+    fields = {name: values_L[mine] for name, values_L in labels.fields.items()}
+    tensors = _upload([*host.values(), *fields.values()], device)
+    on_device: dict[str, Any] = dict(zip(host, tensors))
+    fields = dict(zip(fields, tensors[len(host) :]))
+    return PackedBatch(lengths=row.lengths, parents=row.parents, fields=fields, **on_device)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A whole row, before sharding.
+
+    lengths, parents: its pieces, with padding. piece_of: the piece of each token, -1 for padding.
+    places: for each sample, where its tokens are in the row.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    piece_of: Tensor
+    members_SP: Tensor
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    places: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, tokens: Sequence[Tensor], tree: PrefixTree, mesh: Mesh) -> "_Row":
+        """Lay the pieces of `tree` out. tokens: tokens of each sample, [T]."""
+        padded = [padded_document(length, mesh) for length in tree.lengths]
+        used = sum(padded)
+        total = padded_length(used, mesh)
+        rest = (total - used,) if total > used else ()
+        starts, spans = [*accumulate(padded, initial=0)], tree.spans
+        row, positions = torch.zeros(total, dtype=torch.int64), torch.arange(total) - used
+        piece_of = torch.full((total,), -1)
+        for piece, ((start, stop), length) in enumerate(zip(spans, padded)):
+            # Padding of a document goes on in it: no token before it sees it, and it needs no mask of its own.
+            positions[starts[piece] : starts[piece] + length] = torch.arange(start, start + length)
+            piece_of[starts[piece] : starts[piece] + stop - start] = piece
+        members = torch.zeros((len(tokens), len(tree.lengths)), dtype=torch.float64)
+        places = [torch.empty(len(tokens_T), dtype=torch.int64) for tokens_T in tokens]
+        for sample, path in enumerate(tree.paths):
+            for piece in path:
+                start, stop = spans[piece]
+                places[sample][start:stop] = torch.arange(starts[piece], starts[piece] + stop - start)
+                members[sample, piece] = 1
+            row[places[sample]] = tokens[sample]  # each sample writes the tokens that it shares
+        return cls(row, positions, piece_of, members, (*padded, *rest), (*tree.parents, *(-1 for _ in rest)), places)
 
 
 @dataclass(frozen=True)
 class _Labels:
-    """The targets of all samples of a row, [L]: where in the row each is predicted, what it is, its sample, and where
-    that has it in the step."""
+    """The targets of a row.
+
+    place_L: the position of the row that predicts each. target_L: its token id. sample_L: the sample of the row.
+    origin_L: its place in the concatenation of the step's samples.
+    """
 
     place_L: Tensor
     target_L: Tensor
@@ -151,27 +178,20 @@ class _Labels:
     fields: Mapping[str, Tensor]
 
     @classmethod
-    def of(
-        cls,
-        samples: Sequence[Sample],
-        weights: Sequence[Tensor],
-        offsets: Sequence[int],
-        places: Sequence[Tensor],
-        names: Sequence[str],
-        modes: int,
-    ) -> "_Labels":
-        """places: of each token of each sample, in the row."""
-        names = sorted({name for sample in samples for name in sample.fields}) if samples else names
+    def of(cls, step: StepSamples, micro_batch: Sequence[int], places: Sequence[Tensor]) -> "_Labels":
+        """Find the targets of a micro-batch. places: for each sample, where its tokens are in the row."""
+        samples = [step.samples[index] for index in micro_batch]
         if not samples:
-            none, nothing = torch.zeros(0, dtype=torch.int64), torch.zeros((modes, 0), dtype=torch.float64)
-            return cls(none, none, none, none, nothing, dict.fromkeys(names, nothing[0]))
+            none, nothing = torch.zeros(0, dtype=torch.int64), torch.zeros((step.modes, 0), dtype=torch.float64)
+            return cls(none, none, none, none, nothing, dict.fromkeys(step.names, nothing.new_zeros(0)))
         at = [sample.mask_T[1:].nonzero().squeeze(1) for sample in samples]  # position t predicts token t + 1
+        names = sorted({name for sample in samples for name in sample.fields})
         return cls(
             torch.cat([place_T[at_L] for place_T, at_L in zip(places, at)]),
-            torch.cat([sample.tokens_T[at_L + 1] for sample, at_L in zip(samples, at)]),
+            torch.cat([sample.predicted_T[at_L + 1] for sample, at_L in zip(samples, at)]),
             torch.arange(len(samples)).repeat_interleave(torch.tensor([len(at_L) for at_L in at])),
-            torch.cat([offset + at_L + 1 for offset, at_L in zip(offsets, at)]),
-            torch.cat([weights_AT[:, at_L + 1] for weights_AT, at_L in zip(weights, at)], dim=1),
+            torch.cat([step.starts[index] + at_L + 1 for index, at_L in zip(micro_batch, at)]),
+            torch.cat([step.weights[index][:, at_L + 1] for index, at_L in zip(micro_batch, at)], dim=1),
             {
                 name: torch.cat([sample.fields[name][at_L + 1].to(torch.float64) for sample, at_L in zip(samples, at)])
                 for name in names
@@ -180,7 +200,7 @@ class _Labels:
 
 
 def _upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of int64 and fp64 on the device, in one copy."""
+    """Bring tensors of int64 and fp64 to the device in one copy."""
     words = upload(torch.cat([tensor.flatten().view(torch.int64) for tensor in tensors]), device)
     parts = words.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.dtype).view_as(tensor) for part, tensor in zip(parts, tensors)]

@@ -1,85 +1,71 @@
-"""What samples of a micro-batch share: the tokens that they begin with, found by comparing them.
+"""Find the tokens that samples of a micro-batch begin with alike, by comparing them.
 
 A token that several samples begin with has the same input, the same position and the same keys before it in each. So
-its activations are the same, and are computed once; its gradient is the sum of what the samples send back to it.
+its activations are the same, and are computed once; its gradient is the sum of the gradients from the samples.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from isoloss.engine.batching.balance import Shared
+from isoloss.parallel.ops.prefix_tree import PrefixTree
 
-# Attention merges what a completion sees of its prompt with what it sees of itself. A shared beginning that saves less
+# Attention to the prompt of a completion is merged with attention to the completion. A shared beginning that saves less
 # than this part of the tokens behind it costs more than it saves.
 WORTHWHILE = 1 / 16
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Tokens `start` to `stop` of each of its samples, which go on from the piece `parent` (-1: from nothing)."""
+def fold(tokens: Sequence[Tensor]) -> PrefixTree:
+    """Return a row of samples as pieces; each token of each sample is in one of them.
 
-    samples: tuple[int, ...]
-    start: int
-    stop: int
-    parent: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-def fold(tokens: Sequence[Tensor]) -> list[Piece]:
-    """The pieces of these samples, depth first, each token of each sample in one of them.
-
-    tokens: of each sample, [T] int64 on the host.
+    tokens: tokens of each sample, a document of the row, [T] int64 on the host.
     """
-    pieces: list[Piece] = []
+    lengths: list[int] = []
+    parents: list[int] = []
+    documents = [-1] * len(tokens)
 
-    def grow(samples: tuple[int, ...], start: int, parent: int) -> None:
-        """The pieces of samples that are alike before `start`, behind `parent`, whose tokens end there or later."""
-        if len(samples) > 1:
-            stop = _alike([tokens[sample] for sample in samples], start)
-            behind = sum(len(tokens[sample]) - stop for sample in samples)
-            first = pieces[parent].stop if parent >= 0 else 0
-            if stop > first and (len(samples) - 1) * (stop - first) > WORTHWHILE * behind:
-                pieces.append(Piece(samples, first, stop, parent))
-                parent = len(pieces) - 1
-            for branch in _branches(tokens, samples, stop):
-                grow(branch, stop, parent)
+    def piece(start: int, stop: int, parent: int) -> int:
+        lengths.append(stop - start)
+        parents.append(parent)
+        return len(lengths) - 1
+
+    def grow(samples: tuple[int, ...], start: int, parent: int, first: int) -> None:
+        """Add the pieces of samples that are alike before `start`, behind `parent`, which ends at `first`."""
+        stop = _alike([tokens[sample] for sample in samples], start)
+        behind = sum(len(tokens[sample]) - stop for sample in samples)
+        if stop > first and (len(samples) == 1 or (len(samples) - 1) * (stop - first) > WORTHWHILE * behind):
+            parent, first = piece(first, stop, parent), stop
+        if len(samples) == 1:
+            documents[samples[0]] = parent
             return
-        sample = min(samples)
-        first = pieces[parent].stop if parent >= 0 else 0
-        if first < len(tokens[sample]):
-            pieces.append(Piece(samples, first, len(tokens[sample]), parent))
+        for branch in _branches(tokens, samples, stop):
+            grow(branch, stop, parent, first)
 
     for branch in _branches(tokens, range(len(tokens)), 0):
-        grow(branch, 0, -1)
-    return pieces
+        grow(branch, 0, -1, 0)
+    return PrefixTree(tuple(lengths), tuple(parents), tuple(documents))
 
 
-def unfolded(lengths: Sequence[int]) -> list[Piece]:
-    """A piece for each sample."""
-    return [Piece((sample,), 0, length, -1) for sample, length in enumerate(lengths)]
+def shared_beginnings(tokens: Sequence[Tensor], groups: Sequence[int]) -> dict[tuple[int, ...], int]:
+    """Return, by samples of a group, the number of tokens that they begin with alike, where sharing these pays.
 
-
-def shared_beginnings(tokens: Sequence[Tensor], groups: Sequence[int]) -> list[Shared]:
-    """What the samples of each group begin with alike, where it pays. groups: of each sample; any numbers."""
+    groups: the group of each sample; any numbers.
+    """
     members: dict[int, list[int]] = {}
     for sample, group in enumerate(groups):
         members.setdefault(group, []).append(sample)
-    shared = []
+    shared = {}
     for samples in members.values():
         if len(samples) > 1:
             alike = _alike([tokens[sample] for sample in samples], 0)
             behind = sum(len(tokens[sample]) - alike for sample in samples)
             if (len(samples) - 1) * alike > WORTHWHILE * behind:
-                shared.append(Shared(tuple(samples), alike))
+                shared[tuple(samples)] = alike
     return shared
 
 
 def _alike(tokens: Sequence[Tensor], start: int) -> int:
-    """How many tokens they begin with are the same in all; those before `start` are."""
+    """Return the number of tokens that samples begin with alike; the tokens before `start` are known to be."""
     stop = min(map(len, tokens))
     for other in tokens[1:]:
         different = (tokens[0][start:stop] != other[start:stop]).nonzero()
@@ -88,10 +74,9 @@ def _alike(tokens: Sequence[Tensor], start: int) -> int:
 
 
 def _branches(tokens: Sequence[Tensor], samples: Sequence[int], at: int) -> list[tuple[int, ...]]:
-    """Those whose token at this place is the same, in the order of their first; one that has none is alone, unless it
-    is the same as another."""
-    found: dict[int, list[int]] = {}
+    """Return groups of samples with the same token at `at`, in the order of their first one; an ended one is alone."""
+    branches: dict[int, list[int]] = {}
     for sample in samples:
-        found.setdefault(int(tokens[sample][at]) if at < len(tokens[sample]) else -1, []).append(sample)
-    ended = [(sample,) for sample in found.pop(-1, [])]
-    return [*ended, *map(tuple, found.values())]
+        branches.setdefault(int(tokens[sample][at]) if at < len(tokens[sample]) else -1, []).append(sample)
+    ended = [(sample,) for sample in branches.pop(-1, [])]
+    return [*ended, *map(tuple, branches.values())]

@@ -9,18 +9,25 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from isoloss.parallel import UserError
+
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence, whole: never split, padded or shifted before `packing`.
+    """Tokens that the model reads at once: never split, padded or shifted before `packing`.
 
     tokens_T: int64 token ids.
-    mask_T: bool; True where the token itself is a target (predicted from the tokens before it). mask_T[0] is False: the
-        first token has nothing before it.
-    group: number of the prompt the sample belongs to; any, the same for all samples of a prompt (prompt-mean losses).
+    mask_T: bool; True where a target is predicted from the tokens before position t. mask_T[0] is False: the first
+        token has nothing before it.
+    group: number of the sample's prompt; any, the same for all samples of a prompt (prompt-mean losses).
     fields: further per-token float tensors of shape [T] that a loss reads (advantages, old log-probabilities ...);
-        fields[k][t] belongs to the prediction *of* token t, like mask_T.
-    id: where the sample comes from, such as "file:line" of its row; nothing is computed from it.
+        fields[k][t] belongs to the prediction *at* position t, like mask_T.
+    id: origin of the sample, such as "file:line" of its row; nothing is computed from it.
+    sequence: number of its trajectory, the sequence of loss.aggregation; any, the same for all samples that one
+        trajectory is cut into, each of its targets being a target of one of them. None: the sample is a whole one.
+    set: number of its pair or ranking; any, the same for all samples of a set. None: it belongs to none.
+    targets_T: int64 token ids to predict, targets_T[t] from the tokens before position t; read where mask_T is True.
+        None: tokens_T.
     """
 
     tokens_T: Tensor
@@ -28,6 +35,9 @@ class Sample:
     group: int = 0
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     id: str = ""
+    sequence: int | None = None
+    set: int | None = None
+    targets_T: Tensor | None = None
 
     def __post_init__(self):
         if self.tokens_T.ndim != 1 or self.tokens_T.numel() == 0:
@@ -39,6 +49,12 @@ class Sample:
             )
         if not self.mask_T.is_meta and bool(self.mask_T[0]):
             raise ValueError("mask_T[0] must be False: the first token of a sequence is not predicted from anything")
+        targets_T = self.targets_T
+        if targets_T is not None and (targets_T.shape != self.tokens_T.shape or targets_T.dtype != torch.int64):
+            raise ValueError(
+                f"targets_T must be int64 of shape {tuple(self.tokens_T.shape)}, not {targets_T.dtype} "
+                f"{tuple(targets_T.shape)}"
+            )
         for name, values in self.fields.items():
             if values.shape != self.tokens_T.shape:
                 raise ValueError(
@@ -48,15 +64,62 @@ class Sample:
     def __len__(self) -> int:
         return self.tokens_T.numel()
 
+    @property
+    def predicted_T(self) -> Tensor:
+        """Return the token ids that are predicted where mask_T is True."""
+        return self.tokens_T if self.targets_T is None else self.targets_T
+
+    def values(self) -> tuple:
+        """Return plain containers and tensors from which `Sample(*values)` makes the sample again."""
+        ids = self.id, self.sequence, self.set
+        return self.tokens_T, self.mask_T, self.group, dict(self.fields), *ids, self.targets_T
+
 
 def outline(sample: Sample) -> Sample:
-    """The sample without its values: tensors of the same shapes and types, that are nowhere (torch's meta device)."""
+    """Return the sample without its values: tensors of the same shapes and types on torch's meta device."""
     fields = {name: values_T.to("meta") for name, values_T in sample.fields.items()}
-    return replace(sample, tokens_T=sample.tokens_T.to("meta"), mask_T=sample.mask_T.to("meta"), fields=fields)
+    targets_T = None if sample.targets_T is None else sample.targets_T.to("meta")
+    tokens_T, mask_T = sample.tokens_T.to("meta"), sample.mask_T.to("meta")
+    return replace(sample, tokens_T=tokens_T, mask_T=mask_T, fields=fields, targets_T=targets_T)
+
+
+def sequence_numbers(samples: Sequence[Sample]) -> list[int]:
+    """Return the number of each sample's trajectory, counted from 0 in the order of their first samples.
+
+    Raises ValueError where samples of one trajectory belong to different prompts or sets.
+    """
+    numbers: list[int] = []
+    count = 0
+    firsts: dict[int, int] = {}
+    for index, sample in enumerate(samples):
+        first = index if sample.sequence is None else firsts.setdefault(sample.sequence, index)
+        for name in ("group", "set"):
+            one, other = getattr(samples[first], name), getattr(sample, name)
+            if one != other:
+                raise ValueError(
+                    f"sequence={sample.sequence} has {name}={one} (sample {samples[first].id!r}) and {name}={other} "
+                    f"(sample {sample.id!r}): give all samples of a trajectory the same {name}"
+                )
+        numbers.append(count if first == index else numbers[first])
+        count += first == index
+    return numbers
+
+
+def check_targets(samples: Sequence[Sample], vocab_size: int) -> None:
+    """Raise UserError where a sample's own target is no token."""
+    for sample in samples:
+        if sample.targets_T is not None:
+            targets = sample.targets_T[sample.mask_T]
+            wrong = targets[(targets < 0) | (targets >= vocab_size)]
+            if len(wrong):
+                raise UserError(
+                    f"targets_T of sample {sample.id!r} has the target {int(wrong[0])}, and the model's tokens are "
+                    f"0 to {vocab_size - 1}: correct it, or set mask_T to False there"
+                )
 
 
 def grouped_by_prompt(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples, in their order, with a group for each prompt: the same tokens before the first target.
+    """Return the samples, in their order, with a group for each prompt: the same tokens before the first target.
 
     A single token there is no prompt: every plain text has its first one. Such a sample is a group of its own.
     """

@@ -1,1 +1,1 @@
-"""What a checkpoint holds, and how it is written and read."""
+"""Stage, write and read checkpoints."""

@@ -1,4 +1,4 @@
-"""Checkpoints through Megatron's dist_checkpointing: any layout loads what any other saved; whole or not there."""
+"""Save and load checkpoints by Megatron's dist_checkpointing: complete or absent, and loadable on any layout."""
 
 import os
 import re
@@ -35,18 +35,19 @@ Result = TypeVar("Result")
 
 
 class NotWrittenError(UserError):
-    """A checkpoint could not be written: the disk is full, broken or read-only. Nothing of it is left."""
+    """A checkpoint could not be written, as the disk is full, broken or read-only. No part of it is left."""
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A checkpoint that this rank holds its share of, and that is not on the disk yet.
+    """This rank's share of a checkpoint in host memory, not written yet.
 
-    It has the form that the converter writes: weights under Megatron-Core's names, a manifest with checksums, and
-    config.json, tokenizer and the like in the folder HUGGINGFACE. Nothing in training reads a global random state
-    (dropout is 0, the data order is a function of seed and step), so weights, optimizer state and `extra` are all that
-    a run needs to go on exactly.
+    The checkpoint has the converter's form: weights under Megatron-Core's names, a manifest with checksums, and
+    config.json and tokenizer in the folder HUGGINGFACE.
     """
+
+    # There is no random state in it: dropout is 0 and the order of the data is a function of seed and step, so weights,
+    # optimizer state and `extra` are all that a resumed run needs to be bit-equal.
 
     folder: Path
     share: Share
@@ -56,31 +57,31 @@ class Staged:
     dtype: torch.dtype
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
-        """Write `folder`: under a temporary name, synced to disk, then renamed at once.
+        """Write `folder` under a temporary name, sync it to disk, and rename it. Collective over `group`.
 
-        group: every rank of the world; None: the world's own, which nothing else may use meanwhile. Collective over it.
-        Raises NotWrittenError, on every rank, where the disk of one refuses.
+        group: all ranks of the world; None: the default group, which no other thread may use meanwhile.
+        Raises NotWrittenError on every rank if the disk of one rank refuses.
         """
         partial = _partial(self.folder)
         try:
-            told = _together(self.folder, lambda: (self.share.write(), self.share.records), group)
-            _together(self.folder, lambda: self._complete(partial, told) if dist.get_rank() == 0 else None, group)
+            shares = _together(self.folder, lambda: (self.share.write(), self.share.records), group)
+            _together(self.folder, lambda: self._complete(partial, shares) if dist.get_rank() == 0 else None, group)
         except NotWrittenError:
             self.discard()
             raise
 
     def discard(self) -> None:
-        """Delete what is there of it under its temporary name."""
+        """Delete what was written under the temporary name."""
         if dist.get_rank() == 0:
             shutil.rmtree(_partial(self.folder), ignore_errors=True)
 
     def _complete(
-        self, partial: Path, told: Sequence[tuple[list[WriteResult], Mapping[str, manifest.FileRecord]]]
+        self, partial: Path, shares: Sequence[tuple[list[WriteResult], Mapping[str, manifest.FileRecord]]]
     ) -> None:
-        """What rank 0 adds. told: by every rank, what it wrote where, with size and checksum of the files."""
-        self.share.complete([written for written, _ in told])
+        """Add the files of rank 0. shares: for every rank where each tensor was written, and records of its files."""
+        self.share.complete([written for written, _ in shares])
         self.side_files.write(partial / HUGGINGFACE, self.arch, self.stop_token_ids)
-        records = {name: record for _, of_rank in told for name, record in of_rank.items()} | _small_files(partial)
+        records = {name: record for _, files in shares for name, record in files.items()} | _small_files(partial)
         (partial / manifest.NAME).write_text(self._describe(partial, records).to_json(), encoding="utf-8")
         for path in (*partial.rglob("*"), partial):
             manifest.sync(path)
@@ -108,10 +109,10 @@ def stage(
     copies: HostCopies | None = None,
     stop_token_ids: Sequence[int] = (),
 ) -> Staged:
-    """Take a checkpoint to host memory. With `copies` training may go on before it is written.
+    """Copy a checkpoint to host memory. With `copies`, training may go on before `Staged.write`.
 
-    Raises UserError where `folder` exists, NotWrittenError, on every rank, where it cannot be made. Collective over the
-    world.
+    Raises UserError if `folder` exists, and NotWrittenError on every rank if its temporary folder cannot be made.
+    Collective over the world.
     """
     if os.path.lexists(folder):
         raise UserError(f"{folder} exists already; choose another folder for this checkpoint, or delete it")
@@ -123,9 +124,9 @@ def stage(
 
 
 def load(folder: Path, model: Model, optimizer: ChainedOptimizer) -> dict[str, object]:
-    """Load weights and optimizer state into this layout; returns `extra`. Collective over the world.
+    """Load weights and optimizer state into this layout; return `extra`. Collective over the world.
 
-    Raises DamagedError, on every rank and before anything is loaded, where a file is damaged.
+    Raises DamagedError on every rank, before anything is loaded, if a file is damaged.
     """
     common, tensors = verify(folder)
     wanted = _state(model, optimizer, {}, is_loading=True)
@@ -135,10 +136,10 @@ def load(folder: Path, model: Model, optimizer: ChainedOptimizer) -> dict[str, o
         module.load_state_dict(
             state[f"model{index}"] | {key: None for key in module.state_dict() if _is_extra_state(key)}
         )
-    whole = state["optimizer"]
-    for part in [whole] if "optimizer" in whole or "state" in whole else whole.values():  # one, or dense and experts
+    saved = state["optimizer"]
+    for part in [saved] if "optimizer" in saved or "state" in saved else saved.values():  # one, or dense and experts
         for level in (part, part.get("optimizer", {})):
-            if "state" in level:  # not with the distributed optimizer; Megatron leaves a step count of 0 out
+            if "state" in level:  # absent with the distributed optimizer. Megatron leaves out a step count of 0
                 level["state"].setdefault("common_step", torch.zeros(()))
     optimizer.load_state_dict(state["optimizer"])
     complete_state(optimizer)
@@ -146,21 +147,21 @@ def load(folder: Path, model: Model, optimizer: ChainedOptimizer) -> dict[str, o
 
 
 def read_extra(folder: Path) -> dict[str, object]:
-    """The `extra` of a complete checkpoint, without its tensors. Enters no collective and needs no process group.
+    """Read the `extra` of a complete checkpoint, but no tensor. Enters no collective and needs no process group.
 
-    Raises DamagedError where the file that holds it is.
+    Raises DamagedError if the file that holds `extra` is damaged.
     """
     manifest.check_checksums(folder, manifest.read(folder), [pickle_check.COMMON])
     return pickle_check.read_common(folder).get("extra", {})
 
 
-def newest_whole(
+def newest_undamaged(
     checkpoints: Path, read: Callable[[Path], dict[str, Any]]
 ) -> tuple[Path, dict[str, Any], dict[Path, DamagedError]] | None:
-    """The newest checkpoint of a run that `read` (`load` or `read_extra`) finds whole, what it gave, and what is wrong
-    with those that are newer; None where the run has saved nothing. Enters the collectives of `read`.
+    """Return the newest undamaged checkpoint, the result of `read` on it, and the errors of newer, damaged ones.
 
-    Raises DamagedError where none is whole.
+    read: `load` or `read_extra`; this function enters its collectives.
+    Returns None if there is no checkpoint. Raises DamagedError if all are damaged.
     """
     damaged: dict[Path, DamagedError] = {}
     for folder in newest_first(checkpoints):
@@ -177,36 +178,37 @@ def newest_whole(
 
 
 def set_aside(folder: Path) -> Path:
-    """Keep a damaged checkpoint under a name that no run takes for one; returns it. One of this name is replaced."""
-    kept = folder.with_name(f"damaged_{folder.name}")
-    shutil.rmtree(kept, ignore_errors=True)
-    folder.rename(kept)
-    return kept
+    """Rename a damaged checkpoint so that no run loads it; return the new path. An older folder there is deleted."""
+    aside = folder.with_name(f"damaged_{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    folder.rename(aside)
+    return aside
 
 
 def prune(written: Path, keep: int) -> None:
-    """Delete all but the newest `keep` of the checkpoint just written and older ones, and what a killed run left
-    behind. One of a later step than `written` is another run's, and stays. Rank 0 only."""
+    """Delete all but the newest `keep` checkpoints up to `written`, and partial folders of killed runs. Rank 0 only.
+
+    Checkpoints of later steps than `written` are kept, as they belong to another run.
+    """
     for leftover in folders(written.parent, _LEFTOVER):
         shutil.rmtree(leftover)
     until = [path for path in newest_first(written.parent) if step_of(path) <= step_of(written) and path != written]
     for path in until[keep - 1 :]:
         doomed = path.with_name(f".{path.name}.old")
-        path.rename(doomed)  # a half-deleted folder must not look like a checkpoint
+        path.rename(doomed)  # a partly deleted folder must not be taken for a checkpoint
         shutil.rmtree(doomed)
 
 
 def export_hf(folder: Path, model: Model, own_dtypes: Mapping[str, torch.dtype]) -> None:
-    """Write safetensors with the Hugging Face names of a text model; each rank that holds weights that no other does
-    writes its own.
+    """Write safetensors with the Hugging Face names of a text model. Collective over the world.
 
-    own_dtypes: of tensors that are not written in config.json's type, by name.
-    Collective over the world.
+    Every rank writes the weights that it owns.
+    own_dtypes: types of the tensors, by name, that are not written in config.json's type.
     """
     arch = model.arch.text_only()
     tensors = model.hf_tensors(arch.torch_dtype, arch, own_dtypes)
-    mine = ((name, tensor.cpu()) for name, tensor, write in tensors if write)
-    entries = hf_checkpoint.write_shards(folder, f"stage{model.mesh.pp.rank():03d}-rank{dist.get_rank():05d}", mine)
+    owned = ((name, tensor.cpu()) for name, tensor, write in tensors if write)
+    entries = hf_checkpoint.write_shards(folder, f"stage{model.mesh.pp.rank():03d}-rank{dist.get_rank():05d}", owned)
     entries_of_ranks = gather_objects(entries)
     if dist.get_rank() == 0:
         hf_checkpoint.finish(folder, [entry for entry in entries_of_ranks if entry])
@@ -225,7 +227,7 @@ def _state(model: Model, optimizer: ChainedOptimizer, extra: Mapping[str, object
     optimizer_state = optimizer.sharded_state_dict(models.copy(), is_loading, metadata=metadata)
     if not is_loading:
         return {**models, "optimizer": optimizer_state, "extra": dict(extra)}
-    # Which modules have an extra state depends on the layer spec; without fp8 there is nothing in it.
+    # Which modules have an extra state depends on the layer spec. Without fp8 it is empty.
     models = {
         name: {key: value for key, value in model.items() if not _is_extra_state(key)} for name, model in models.items()
     }
@@ -246,7 +248,7 @@ def _make_anew(folder: Path) -> None:
 
 
 def _small_files(folder: Path) -> dict[str, manifest.FileRecord]:
-    """Size and checksum of the files beside those of tensors, whose writers noted theirs."""
+    """Return size and checksum of all files but those of tensors, which their writers recorded."""
     small = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".distcp"]
     return {
         path.relative_to(folder).as_posix(): manifest.FileRecord(path.stat().st_size, manifest.crc32(path))
@@ -255,17 +257,17 @@ def _small_files(folder: Path) -> dict[str, manifest.FileRecord]:
 
 
 def _together(folder: Path, act: Callable[[], Result], group: dist.ProcessGroup | None) -> list[Result]:
-    """act() on this rank; returns what it gave on every rank. One all-gather over the group.
+    """Call act() on this rank; return the results of all ranks. One all-gather over the group.
 
-    Raises NotWrittenError of `folder`, on every rank, where the disk of one refused.
+    Raises NotWrittenError, naming `folder`, on every rank if the disk of one refused.
     """
-    mine: Any = None
+    result: Any = None
     problem = None
     try:
-        mine = act()
+        result = act()
     except OSError as error:
         problem = error.strerror or str(error)
-    outcomes = gather_objects((mine, problem), group)
+    outcomes = gather_objects((result, problem), group)
     for rank, (_, problem) in enumerate(outcomes):
         if problem is not None:
             raise NotWrittenError(
@@ -276,22 +278,21 @@ def _together(folder: Path, act: Callable[[], Result], group: dist.ProcessGroup 
 
 
 def verify(folder: Path) -> tuple[dict[str, Any], Folder]:
-    """That every file holds what was written, of which the ranks share the reading; returns what was read of it: what
-    is no tensor, and where the tensors are. Nothing of it was run, and loading must read neither again.
-    Raises DamagedError, or UserError, on every rank.
+    """Check the checksums of all files, divided among the ranks; return the common state and the index of the tensors.
 
-    Collective over the world: one all-gather.
+    Raises DamagedError or UserError on every rank. Collective over the world: one all-gather.
     """
     problem: UserError | None = None
-    found: Any = None
+    contents: Any = None
     try:
         written = manifest.read(folder)
         names = sorted(written.files)[dist.get_rank() :: dist.get_world_size()]
         manifest.check_checksums(folder, written, names)
-        found = pickle_check.read_common(folder), pickle_check.read_tensors(folder)
+        # Loading uses these and reads neither file again: a pickle that was checked could be replaced until then.
+        contents = pickle_check.read_common(folder), pickle_check.read_tensors(folder)
     except UserError as error:
         problem = error
-    for told in gather_objects(problem):
-        if told:
-            raise told
-    return found
+    for rank_problem in gather_objects(problem):
+        if rank_problem:
+            raise rank_problem
+    return contents

@@ -1,4 +1,4 @@
-"""The state of an optimizer, complete whenever it is saved or loaded."""
+"""Complete the state of an optimizer before it is saved and after it is loaded."""
 
 from typing import Any
 
@@ -8,19 +8,18 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 
 def complete_state(optimizer: ChainedOptimizer) -> None:
-    """Give every parameter the state that torch's AdamW makes at its first step, where it has none yet.
+    """Give every parameter without a state the one that torch's AdamW makes at its first step; choose its fused kernel.
 
-    After building: a checkpoint can then be written before the first applied step, and read into a new optimizer;
-    Megatron's distributed one asserts that it knows a step count. After loading: Megatron gives all parameters one
-    tensor for a step count, which AdamW would increment once for each of them, or none if the count was 0. Both times
-    torch's fused kernel is chosen.
+    Called after building, so that a checkpoint can be written before the first applied step and read into a new
+    optimizer: Megatron's distributed one asserts that it has a step count. Called after loading, as Megatron gives all
+    parameters one tensor of a step count, which AdamW would increment once per parameter, or none if it is 0.
     """
     inners = [getattr(part, "optimizer", None) for part in optimizer.chained_optimizers]
     hybrids = [inner for inner in inners if isinstance(inner, HybridDeviceOptimizer)]
-    adams = [inner for inner in inners if isinstance(inner, torch.optim.Adam)]  # no other: none on this rank
+    adams = [inner for inner in inners if isinstance(inner, torch.optim.Adam)]  # others: none on this rank
     for inner in (*adams, *hybrids):
         for group in inner.param_groups:
-            # One pass over memory instead of six; a checkpoint brings the value that it was saved with.
+            # One pass over memory instead of six. Loading a checkpoint overwrites this with the saved value.
             group["fused"] = True
     adams += [inner for hybrid in hybrids for inner in hybrid.sub_optimizers]
     for inner in adams:
@@ -32,11 +31,11 @@ def complete_state(optimizer: ChainedOptimizer) -> None:
                 for name in ("exp_avg", "exp_avg_sq"):
                     if name not in state:
                         state[name] = torch.zeros_like(parameter)
-    # On a pipeline stage without experts their optimizer is empty; it counts the steps of the other one.
+    # On a pipeline stage without experts the experts' optimizer is empty, and gets the dense optimizer's step count.
     steps = [state["step"] for inner in adams for state in inner.state.values()]
     for inner in adams:
         if not inner.state:
-            state: Any = inner.state  # a key that is no parameter is kept as it is
+            state: Any = inner.state  # a key that is no parameter is saved and loaded unchanged
             state["empty"] = {"step": steps[0]}
     for hybrid in hybrids:
         hybrid._sync_sub_optimizers_state_to_hdo()

@@ -1,4 +1,4 @@
-"""Gives Megatron's loading what isoloss has read of a checkpoint, in place of files that Megatron would unpickle."""
+"""Give Megatron's loading what isoloss has read of a checkpoint, in place of files that Megatron would unpickle."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from isoloss.parallel import UserError
 
 
 class Common(TorchCommonLoadStrategy):
-    """Megatron's reading of `common.pt`, which was read."""
+    """Returns the contents of `common.pt`, read before, where Megatron would unpickle the file."""
 
     def __init__(self, common: dict[str, Any]):
         super().__init__()
@@ -35,12 +35,13 @@ class Common(TorchCommonLoadStrategy):
 
 
 class TensorReader(StorageReader):
-    """torch's interface to the tensors of a folder that is read: no pickle is, neither of it nor of its archives."""
+    """Reads the tensors of a checkpoint for torch, without unpickling `.metadata` or the archives of tensors."""
 
     def __init__(self, folder: Folder):
         super().__init__()
         self._folder = folder
-        self._pieces = {(key, piece.offsets): piece for key, of in folder.tensors.items() for piece in of.pieces}
+        tensors = folder.tensors.items()
+        self._pieces = {(key, piece.offsets): piece for key, tensor in tensors for piece in tensor.pieces}
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -64,11 +65,11 @@ class TensorReader(StorageReader):
                 raise UserError(f"{self._folder.path} holds {key} as an object; isoloss loads none")
             stored = self._folder.tensors[key]
             piece = self._pieces[key, tuple(offset or (0,) * len(stored.shape))]
-            numbers = narrow_tensor_by_index(
+            source = narrow_tensor_by_index(
                 self._folder.stored_piece(stored, piece), item.storage_offsets, item.lengths
             )
             target = planner.resolve_tensor(item).detach()
-            target.copy_(fetch(numbers, self._folder.path / piece.file))
+            target.copy_(fetch(source, self._folder.path / piece.file))
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -81,7 +82,7 @@ class TensorReader(StorageReader):
 
 @contextmanager
 def reading(folder: Folder) -> Iterator[None]:
-    """Have Megatron load tensors from this folder. What a rank could not read of it is a UserError on every rank."""
+    """Make Megatron load tensors from this folder. Raises UserError on every rank if a rank cannot read a file."""
     try:
         with patches.reader_of_tensors(TensorReader(folder)):
             yield

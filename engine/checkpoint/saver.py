@@ -1,4 +1,4 @@
-"""Checkpoints go to the disk while training goes on."""
+"""Write checkpoints to the disk while training goes on."""
 
 import os
 import threading
@@ -15,29 +15,32 @@ from isoloss.engine.instruments.console import say
 from isoloss.parallel.rank0 import is_main
 from isoloss.parallel.runtime.process_group import host_group
 
-NICE = 10  # by so much less than training the threads that write insist on a core
+NICE = 10  # niceness that writing threads add to that of training
 
 
 class Saver:
-    """Writes the checkpoints of a run, one after the other: in a thread of each rank, with checkpoint.asynchronous.
+    """Writes the checkpoints of a run in order, in a thread of each rank.
 
-    The threads meet in a gloo group of their own, so that they neither wait for training nor mix with its collectives.
-    Every rank calls every method, and sees the same checkpoints fail. The constructor is collective over the world.
+    Every rank calls every method, and all see the same checkpoints fail. The constructor is collective over the world.
 
-    A disk may be full, or a server of files away, for a while: one checkpoint that could not be written is told, and
-    the next is tried. The second in a row ends the run, which would otherwise train for nothing.
+    A checkpoint that could not be written is reported, and the next one is tried: a disk may be full, or a file server
+    away, for a while. The second failure in a row ends the run, which would train in vain.
     """
 
     def __init__(self, config: CheckpointConfig):
+        # A gloo group for the threads: their collectives neither wait for those of training nor mix with them.
         self._group, self._keep = host_group(), config.keep
         self._thread = ThreadPoolExecutor(1, "checkpoint", _give_way)
         self._copies = HostCopies() if config.asynchronous else None
         self._pending: Future[NotWrittenError | None] | None = None
-        self._problem: NotWrittenError | None = None  # of the newest
+        self._problem: NotWrittenError | None = None  # the newest checkpoint's
 
     def save(self, *stages: Callable[[HostCopies | None], Staged]) -> None:
-        """Once nothing is being written, take these to host memory and begin to write them, in this order; then delete
-        the oldest of each kind. Without checkpoint.asynchronous, wait for the end. Raises as `wait`."""
+        """Wait for checkpoints in flight, copy these to host memory, and start to write them in this order.
+
+        When all are written, the oldest of each kind are deleted. Without checkpoint.asynchronous, wait for that.
+        Raises like `wait`.
+        """
         self.wait()
         if self._copies is not None:
             self._copies.release()
@@ -53,10 +56,10 @@ class Saver:
             self.wait()
 
     def wait(self, *, last: bool = False) -> None:
-        """Until nothing is being written.
+        """Wait until no checkpoint is in flight.
 
-        last: no other checkpoint will be tried.
-        Raises NotWrittenError, on every rank, for the second in a row that could not be written, or the last.
+        last: whether no other checkpoint follows.
+        Raises NotWrittenError on every rank for a second failure in a row, and with `last` for any.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -65,10 +68,10 @@ class Saver:
             raise self._problem
 
     def close(self) -> None:
-        """Let what is being written come to its end, whatever that is."""
+        """Wait for the checkpoint in flight, whether or not it fails."""
         self._thread.shutdown()
         dist.destroy_process_group(self._group)
-        del self._group  # whose threads end with it
+        del self._group  # ends its threads
 
     def _note(self, problem: NotWrittenError | None) -> None:
         before, self._problem = self._problem, problem
@@ -77,29 +80,29 @@ class Saver:
 
     def _write(self, staged: Sequence[Staged]) -> NotWrittenError | None:
         try:
-            for each in staged:
-                each.write(self._group)
+            for checkpoint in staged:
+                checkpoint.write(self._group)
         except NotWrittenError as problem:
             return _given_up(staged, problem)
         try:
-            for each in staged if is_main() else ():  # after all were written: until then older ones count
-                prune(each.folder, self._keep)
+            for checkpoint in staged if is_main() else ():  # only after all are complete
+                prune(checkpoint.folder, self._keep)
         except OSError as problem:  # the next save tries again
             say(f"isoloss: an old checkpoint could not be deleted: {problem}", error=True)
         return None
 
 
 def _give_way() -> None:
-    """Have this thread take what training leaves of the cores. Linux has a niceness for each thread."""
+    """Lower the priority of this thread below training's. Linux has a niceness for each thread."""
     thread = threading.get_native_id()
-    with suppress(OSError):  # elsewhere there is no such process
+    with suppress(OSError):  # on other systems no process has this id
         os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE)
 
 
 def _given_up(staged: Sequence[Staged], problem: NotWrittenError) -> NotWrittenError:
-    """The user hears of it at once, and not when the run comes to it."""
-    for each in staged:
-        each.discard()
-    if is_main():
+    """Delete partial folders and report the error; return it."""
+    for checkpoint in staged:
+        checkpoint.discard()
+    if is_main():  # reported here, as the main thread sees the error at its next save only
         say(f"isoloss: {problem}", error=True)
     return problem

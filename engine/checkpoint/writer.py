@@ -1,9 +1,8 @@
-"""What a rank writes of a checkpoint: taken to host memory first, then to the disk, so that training can go on between.
+"""Write a rank's share of a checkpoint: copy it to host memory, then write it to disk while training goes on.
 
-The files are Megatron's. Its own asynchronous save forks a process for each file, of a process that has threads of CUDA
-and gloo, and has the results come back through a manager process, which is spawned with a resource tracker. The two
-stay for the rest of the run; if it is killed, for ever. A thread of this process is as fast: writing and checksums hold
-no lock of Python's.
+The format of the files is Megatron's. Its own asynchronous save is not used: it forks a process per file from a process
+with threads of CUDA and gloo, and returns results through a manager process and a resource tracker, which stay until
+the run ends, and for ever if it is killed. A thread is as fast, as writing and checksums release Python's lock.
 """
 
 import io
@@ -35,43 +34,42 @@ from isoloss.models.mcore import patches
 from isoloss.models.weights.manifest import FileRecord
 from isoloss.models.weights.pickle_check import COMMON
 
-# torch writes 30 kB at a time, and training would wait for Python's lock as often.
+# Bytes per write. torch writes 30 kB at a time, and training would wait for Python's lock at each.
 _BLOCK = 1 << 20
 
 
 class HostCopies:
-    """Copies of tensors of the host, in memory that is kept from one checkpoint to the next. A large copy into memory
-    that is new to the process takes several times as long, for the system clears every page of it first.
+    """Copies tensors of the host into memory that is reused by the next checkpoint."""
 
-    What comes from a device needs none of this: torch keeps its pinned memory.
-    """
+    # A copy into new memory takes several times as long, as the system clears each page first. Copies of device tensors
+    # need no such pool: torch caches pinned memory.
 
     def __init__(self):
         self._free: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
         self._taken: list[Tensor] = []
 
     def of(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy, which is good until `release`."""
+        """Return a contiguous copy, valid until `release`."""
         free = self._free[tensor.shape, tensor.dtype]
         copy = free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype)
         self._taken.append(copy)
         return copy.copy_(tensor.detach())
 
     def release(self) -> None:
-        """Nobody needs the copies any more."""
+        """Free all copies for reuse."""
         for copy in self._taken:
             self._free[copy.shape, copy.dtype].append(copy)
         self._taken.clear()
 
 
 class Share(TorchDistSaveShardedStrategy):
-    """A rank's share of the checkpoint in `folder`, held in host memory until `write` has put it there.
+    """A rank's share of the checkpoint in `folder`, held in host memory until `write`.
 
-    replicas: the ranks that hold weights alike; each writes a share of them.
-    copies: where tensors that are in host memory already are copied to, so that whoever holds them may change them.
+    replicas: group of the ranks with equal weights; each of them writes a part.
+    copies: pool for copies of tensors in host memory, so that training may change them before they are written.
     records: size and checksum of the files of tensors that this rank has written, by name.
 
-    The constructor is collective over the world and over replicas; nothing else is.
+    The constructor is collective over the world and over `replicas`; no method is.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class Share(TorchDistSaveShardedStrategy):
         self.async_save(tensors, folder)
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, **strategy: str) -> AsyncRequest:
-        """Megatron's planning of who writes what, of which nothing is left to do but `write` and `complete`."""
+        """Let Megatron plan which rank writes which tensor. Only `write` and `complete` remain to be called."""
         patches.collect_results_in_process()
         patches.save_without_advice()
         share_writing(sharded_state_dict, self._replicas)
@@ -101,21 +99,21 @@ class Share(TorchDistSaveShardedStrategy):
     ) -> AsyncRequest:
         request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, *strategy)
         self._storage, self._metadata = writer, save_state_dict_ret[1]
-        # From a device to pinned memory, all at once; Megatron waits for it.
+        # Copies all tensors from the device to pinned memory, and waits for the copies.
         self._buckets: list[WriteBucket] = request.preload_fn() if request.preload_fn else []
         writer.write_buckets = None
         return request._replace(async_fn=None, preload_fn=None, finalize_fns=[])
 
     def write(self) -> list[WriteResult]:
-        """Write a file for each bucket, synced to disk, and let go of its memory; returns what went where."""
+        """Write a file per bucket, synced to disk, and free its memory; return where each tensor was written."""
         written: list[WriteResult] = []
         for index in range(len(self._buckets)):
-            answers: Any = queue.SimpleQueue()
-            unfinished: Any = queue.Queue()  # Megatron's writers count down in it
+            outcome: Any = queue.SimpleQueue()
+            unfinished: Any = queue.Queue()  # Megatron's writers count down by it
             unfinished.put(index)
             checksum, bucket = _Checksum(), self._buckets.pop(0)
-            FileSystemWriterAsync.write_preloaded_data([checksum], index, bucket, answers, unfinished, use_fsync=True)
-            _, results = answers.get()
+            FileSystemWriterAsync.write_preloaded_data([checksum], index, bucket, outcome, unfinished, use_fsync=True)
+            _, results = outcome.get()
             if isinstance(results, Exception):
                 raise checksum.problem or results
             written += results
@@ -123,25 +121,25 @@ class Share(TorchDistSaveShardedStrategy):
         return written
 
     def complete(self, written: Sequence[list[WriteResult]]) -> None:
-        """The files that are rank 0's alone: what is no tensor, and where each tensor is. written: of every rank."""
+        """Write rank 0's files: the common state, and the index of all tensors. written: results of every rank."""
         (self._folder / COMMON).write_bytes(self._common.getbuffer())
         self._storage.finish(self._metadata, list(written))
         save_config(CheckpointingConfig(self.backend, self.version), str(self._folder))
 
 
 def share_writing(state: ShardedStateDict, replicas: dist.ProcessGroup) -> None:
-    """Divide the tensors that these ranks hold alike evenly among them, as Megatron's FullyParallelSaveStrategyWrapper
-    does. The parts of the distributed optimizer, which form no regular grid, differ from rank to rank already.
+    """Divide the tensors that all these ranks hold evenly among them, like Megatron's FullyParallelSaveStrategyWrapper.
 
-    Collective over replicas: one all-gather of what the tensors are called and measure.
+    Collective over `replicas`: one all-gather of names and sizes of tensors.
     """
-    alike: Any = dict(enumerate(t for t in nested_values(state) if isinstance(t, ShardedTensor) and t.has_regular_grid))
-    shares = determine_main_replica_uniform_distribution(alike, replicas)
-    distribute_main_replicas_with_precomputed_distribution(alike, replicas, shares)
+    # Shards of the distributed optimizer, which form no regular grid, differ from rank to rank already.
+    equal: Any = dict(enumerate(t for t in nested_values(state) if isinstance(t, ShardedTensor) and t.has_regular_grid))
+    shares = determine_main_replica_uniform_distribution(equal, replicas)
+    distribute_main_replicas_with_precomputed_distribution(equal, replicas, shares)
 
 
 def _copy_from_host(state: ShardedStateDict, copies: HostCopies) -> None:
-    """Give what this rank writes of tensors in host memory a copy of its own; those of a device are copied anyway."""
+    """Replace the tensors in host memory that this rank writes by copies; those of a device are copied anyway."""
     for tensor in nested_values(state):
         if not isinstance(tensor, ShardedTensor) or not is_main_replica(tensor.replica_id):
             continue
@@ -150,9 +148,9 @@ def _copy_from_host(state: ShardedStateDict, copies: HostCopies) -> None:
 
 
 class _Checksum(_StorageWriterTransforms):
-    """What torch passes everything through that goes into a file: counts the bytes, and computes their CRC-32.
+    """Counts the bytes of a file while torch writes it, and computes their CRC-32.
 
-    problem: of the disk, which torch tells as one of its own.
+    problem: error of the disk, which torch hides behind an error of its own.
     """
 
     def __init__(self):
@@ -178,7 +176,7 @@ class _Checksum(_StorageWriterTransforms):
 
 
 class _Counted(io.RawIOBase):
-    """A part of a file, which stays open when the part is closed. count: gets every block, and how to write it."""
+    """A stream into a file that stays open when the stream is closed. count: function of a block and of its write."""
 
     def __init__(self, file: IO[bytes], count: Callable[[memoryview, Callable], int]):
         super().__init__()

@@ -1,1 +1,1 @@
-"""Keys: their meaning and bounds, rules between them, parsing and help."""
+"""Define the keys of a run, with their meaning and bounds, the rules between them, parsing and help."""

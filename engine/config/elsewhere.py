@@ -1,132 +1,68 @@
-"""What other trainers call a key: TRL and Hugging Face's Trainer, verl, slime and Megatron-LM.
+"""Map names of other trainers to keys: TRL and Hugging Face's Trainer, verl, slime and Megatron-LM.
 
-`isoloss.tools.migrate` translates whole configurations, with their values; here are the names that people type.
+These are the names that people type. `isoloss.tools.migrate` translates whole configurations, with their values.
 """
 
 import re
 
-# By the last part of a name, without the prefixes of groups. Where several keys are needed, the first is the guess.
-OURS = {
-    "model_name_or_path": "model.path",
-    "hf_checkpoint": "model.path",
-    "pretrained_model_name_or_path": "model.path",
-    "tokenizer_name": "model.tokenizer",
-    "tokenizer_path": "model.tokenizer",
-    "dataset": "data.train",
-    "dataset_name": "data.train",
-    "dataset_path": "data.train",
-    "train_file": "data.train",
-    "train_files": "data.train",
-    "train_data_path": "data.train",
-    "prompt_data": "data.train",
-    "val_files": "data.eval",
-    "eval_data": "data.eval",
-    "validation_file": "data.eval",
-    "max_seq_length": "data.max_length",
-    "max_seq_len": "data.max_length",
-    "max_prompt_length": "data.max_length",
-    "seq_length": "data.max_length",
-    "cutoff_len": "data.max_length",
-    "chat_template_kwargs": "data.template_kwargs",
-    "batch_size": "batch.global_size",
-    "global_batch_size": "batch.global_size",
-    "train_batch_size": "batch.global_size",
-    "rollout_batch_size": "batch.global_size",
-    "micro_batch_size": "batch.max_tokens",
-    "micro_batch_size_per_gpu": "batch.max_tokens",
-    "per_device": "batch.max_tokens",
-    "per_device_train_batch_size": "batch.max_tokens",
-    "per_device_eval_batch_size": "batch.max_tokens",
-    "ppo_micro_batch_size_per_gpu": "batch.max_tokens",
-    "ppo_max_token_len_per_gpu": "batch.max_tokens",
-    "max_tokens_per_gpu": "batch.max_tokens",
-    "gradient_accumulation_steps": "batch.max_tokens",
-    "tensor_model_parallel_size": "parallel.tp",
-    "tensor_parallel_size": "parallel.tp",
-    "pipeline_model_parallel_size": "parallel.pp",
-    "pipeline_parallel_size": "parallel.pp",
-    "virtual_pipeline_model_parallel_size": "parallel.vpp",
-    "context_parallel_size": "parallel.ulysses",
-    "ulysses_sequence_parallel_size": "parallel.ulysses",
-    "expert_model_parallel_size": "parallel.ep",
-    "expert_tensor_parallel_size": "parallel.etp",
-    "cp": "parallel.ulysses",
-    "sp": "parallel.ulysses",
-    "use_distributed_optimizer": "parallel.distributed_optimizer",
-    "gradient_checkpointing": "memory.recompute",
-    "enable_gradient_checkpointing": "memory.recompute",
-    "recompute_granularity": "memory.recompute",
-    "optimizer_cpu_offload": "memory.offload_optimizer",
-    "optimizer_offload": "memory.offload_optimizer",
-    "loss_agg_mode": "loss.aggregation",
-    "learning_rate": "optim.lr",
-    "max_grad_norm": "optim.clip",
-    "grad_clip": "optim.clip",
-    "clip_grad": "optim.clip",
-    "lr_scheduler_type": "optim.schedule",
-    "lr_decay_style": "optim.schedule",
-    "lr_warmup_steps": "optim.warmup_steps",
-    "lr_warmup_iters": "optim.warmup_steps",
-    "warmup_ratio": "optim.warmup_steps",
-    "adam_beta1": "optim.betas",
-    "adam_beta2": "optim.betas",
-    "adam_epsilon": "optim.eps",
-    "max_steps": "train.steps",
-    "train_iters": "train.steps",
-    "num_rollout": "train.steps",
-    "total_training_steps": "train.steps",
-    "num_train_epochs": "train.epochs",
-    "num_epoch": "train.epochs",
-    "total_epochs": "train.epochs",
-    "bf16": "train.precision",
-    "fp16": "train.precision",
-    "dtype": "train.precision",
-    "torch_dtype": "train.precision",
-    "eval_steps": "train.eval_every",
-    "eval_interval": "train.eval_every",
-    "test_freq": "train.eval_every",
-    "save_steps": "checkpoint.every",
-    "save_interval": "checkpoint.every",
-    "save_freq": "checkpoint.every",
-    "save_strategy": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep",
-    "max_ckpt_to_keep": "checkpoint.keep",
-    "resume_from_checkpoint": "checkpoint.resume",
-    "resume_mode": "checkpoint.resume",
-    "save_dir": "output_dir",
-    "default_local_dir": "output_dir",
-    "use_vllm": "rollout.backend",
-    "n": "rollout.num_generations",
-    "n_samples_per_prompt": "rollout.num_generations",
-    "max_completion_length": "rollout.max_new_tokens",
-    "max_response_length": "rollout.max_new_tokens",
-    "rollout_max_response_len": "rollout.max_new_tokens",
-    "rollout_temperature": "rollout.temperature",
-    "adv_estimator": "algorithm.advantage",
-    "advantage_estimator": "algorithm.advantage",
-    "loss_type": "algorithm.loss",
-    "epsilon": "algorithm.clip_low",
-    "eps_clip": "algorithm.clip_low",
-    "clip_ratio": "algorithm.clip_low",
-    "clip_ratio_low": "algorithm.clip_low",
-    "epsilon_high": "algorithm.clip_high",
-    "eps_clip_high": "algorithm.clip_high",
-    "clip_ratio_high": "algorithm.clip_high",
-    "clip_ratio_c": "algorithm.dual_clip",
-    "beta": "algorithm.kl_coef",
-    "kl_loss_coef": "algorithm.kl_coef",
-    "kl_loss_type": "algorithm.kl_estimator",
-    "entropy_coeff": "algorithm.entropy_coef",
-    "num_iterations": "algorithm.epochs",
-    "ppo_epochs": "algorithm.epochs",
-    "ppo_mini_batch_size": "algorithm.minibatches",
-    "mask_truncated_completions": "algorithm.mask_truncated",
-    "reward_funcs": "reward.function",
-    "reward_fn": "reward.function",
-    "rm_type": "reward.function",
-    "reward_weights": "reward.weights",
+# Last parts of names, without the groups before them, by key. A name that needs several keys is at the first of them.
+NAMES = {
+    "model.path": "model_name_or_path hf_checkpoint pretrained_model_name_or_path",
+    "model.tokenizer": "tokenizer_name tokenizer_path",
+    "data.train": "dataset dataset_name dataset_path train_file train_files train_data_path prompt_data",
+    "data.eval": "val_files eval_data validation_file",
+    "data.max_length": "max_seq_length max_seq_len max_prompt_length seq_length cutoff_len",
+    "data.template_kwargs": "chat_template_kwargs",
+    "batch.global_size": "batch_size global_batch_size train_batch_size rollout_batch_size",
+    "batch.max_tokens": (
+        "micro_batch_size micro_batch_size_per_gpu per_device per_device_train_batch_size "
+        "per_device_eval_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu max_tokens_per_gpu "
+        "gradient_accumulation_steps"
+    ),
+    "parallel.tp": "tensor_model_parallel_size tensor_parallel_size",
+    "parallel.pp": "pipeline_model_parallel_size pipeline_parallel_size",
+    "parallel.vpp": "virtual_pipeline_model_parallel_size",
+    "parallel.ulysses": "context_parallel_size ulysses_sequence_parallel_size cp sp",
+    "parallel.ep": "expert_model_parallel_size",
+    "parallel.etp": "expert_tensor_parallel_size",
+    "parallel.distributed_optimizer": "use_distributed_optimizer",
+    "memory.recompute": "gradient_checkpointing enable_gradient_checkpointing recompute_granularity",
+    "memory.offload_optimizer": "optimizer_cpu_offload optimizer_offload",
+    "loss.aggregation": "loss_agg_mode",
+    "optim.lr": "learning_rate",
+    "optim.clip": "max_grad_norm grad_clip clip_grad",
+    "optim.schedule": "lr_scheduler_type lr_decay_style",
+    "optim.warmup_steps": "lr_warmup_steps lr_warmup_iters warmup_ratio",
+    "optim.betas": "adam_beta1 adam_beta2",
+    "optim.eps": "adam_epsilon",
+    "train.steps": "max_steps train_iters num_rollout total_training_steps",
+    "train.epochs": "num_train_epochs num_epoch total_epochs",
+    "train.precision": "bf16 fp16 dtype torch_dtype",
+    "train.eval_every": "eval_steps eval_interval test_freq",
+    "checkpoint.every": "save_steps save_interval save_freq save_strategy",
+    "checkpoint.keep": "save_total_limit max_ckpt_to_keep",
+    "checkpoint.resume": "resume_from_checkpoint resume_mode",
+    "output_dir": "save_dir default_local_dir",
+    "rollout.backend": "use_vllm",
+    "rollout.num_generations": "n n_samples_per_prompt",
+    "rollout.max_new_tokens": "max_completion_length max_response_length rollout_max_response_len",
+    "rollout.temperature": "rollout_temperature",
+    "algorithm.advantage": "adv_estimator advantage_estimator",
+    "algorithm.loss": "loss_type",
+    "algorithm.clip_low": "epsilon eps_clip clip_ratio clip_ratio_low",
+    "algorithm.clip_high": "epsilon_high eps_clip_high clip_ratio_high",
+    "algorithm.dual_clip": "clip_ratio_c",
+    "algorithm.kl_coef": "beta kl_loss_coef",
+    "algorithm.kl_estimator": "kl_loss_type",
+    "algorithm.entropy_coef": "entropy_coeff",
+    "algorithm.epochs": "num_iterations ppo_epochs",
+    "algorithm.minibatches": "ppo_mini_batch_size",
+    "algorithm.mask_truncated": "mask_truncated_completions",
+    "reward.function": "reward_funcs reward_fn rm_type",
+    "reward.weights": "reward_weights",
 }
-# By a word of a name: what there is no key for, and what there is instead.
+KEYS_BY_NAME = {name: key for key, names in NAMES.items() for name in names.split()}
+# Explanation by a word of a name that has no key.
 WITHOUT_A_KEY = {
     **dict.fromkeys(("lora", "qlora", "peft", "adapter"), "there are no adapters yet: all weights are trained"),
     **dict.fromkeys(
@@ -139,12 +75,12 @@ WITHOUT_A_KEY = {
 
 
 def key_of(name: str) -> str | None:
-    """Our key for a name of another trainer, also with the groups of that trainer before it."""
-    return OURS.get(name.rsplit(".", 1)[-1])
+    """Return the key for a name of another trainer, which may have that trainer's groups before it."""
+    return KEYS_BY_NAME.get(name.rsplit(".", 1)[-1])
 
 
-def told_of(name: str) -> str | None:
-    """What to say of a name for which there is no key."""
+def explanation(name: str) -> str | None:
+    """Return why there is no key for a name, if the name has a known word."""
     parts = name.split(".")
     words = [*parts, *re.split(r"[._]", name)]
     return next((WITHOUT_A_KEY[word] for word in words if word in WITHOUT_A_KEY), None)

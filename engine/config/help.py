@@ -1,4 +1,4 @@
-"""What a user reads about the keys of a configuration, made from the dataclasses: `--help`, docs/configuration.md."""
+"""Describe the keys of a configuration from its dataclasses, for `--help` and docs/configuration.md."""
 
 import dataclasses
 import difflib
@@ -19,7 +19,10 @@ READING = (
 
 @dataclasses.dataclass(frozen=True)
 class KeyHelp:
-    """name: dotted. default: as it is written on a command line; None where the key is required."""
+    """The description of a key: its dotted name, the values that it takes in words, and its meaning.
+
+    default: default as a command line has it; None if the key is required.
+    """
 
     name: str
     takes: str
@@ -28,7 +31,7 @@ class KeyHelp:
 
     @property
     def head(self) -> str:
-        """Such as "optim.lr=1e-05", or "model.path" where it is required."""
+        """Return "optim.lr=1e-05", or for a required key "model.path"."""
         return self.name if self.default is None else f"{self.name}={self.default}"
 
     @property
@@ -38,7 +41,8 @@ class KeyHelp:
 
 @dataclasses.dataclass(frozen=True)
 class KeyGroup:
-    """name: "" for the keys without a group. text: the first paragraph of the docstring of its class."""
+    """The description of a group: its name, "" for keys without one, and the first paragraph of its class's
+    docstring."""
 
     name: str
     text: str
@@ -46,21 +50,23 @@ class KeyGroup:
 
 
 def groups(cls: Any) -> Iterator[KeyGroup]:
-    """The groups of a configuration class in its order, then its keys without a group."""
-    loose = []
+    """Yield the groups of a configuration class in order, then the keys without a group."""
+    ungrouped = []
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(field.type):
             text = " ".join((field.type.__doc__ or "").split("\n\n")[0].split())
-            keys = tuple(_key(f"{field.name}.", each) for each in dataclasses.fields(field.type))
+            keys = tuple(_key(f"{field.name}.", key) for key in dataclasses.fields(field.type))
             yield KeyGroup(field.name, text, keys)
         else:
-            loose.append(_key("", field))
-    yield KeyGroup("", "Keys without a group.", tuple(loose))
+            ungrouped.append(_key("", field))
+    yield KeyGroup("", "Keys without a group.", tuple(ungrouped))
 
 
 def terminal_help(cls: Any, topic: str, columns: int) -> str:
-    """All groups, or with a `topic` one group or one key, in lines of at most `columns`. Raises UserError for a topic
-    that does not exist."""
+    """Return all groups, or with a `topic` one group or one key, in lines of at most `columns`.
+
+    Raises UserError for a topic that does not exist.
+    """
     shown = list(groups(cls))
     if topic:
         keys = ((group, [key for key in group.keys if topic in (group.name, key.name)]) for group in shown)
@@ -81,7 +87,7 @@ def terminal_help(cls: Any, topic: str, columns: int) -> str:
 
 
 def markdown_lists(cls: Any) -> dict[str, str]:
-    """The text of every group and the list of its keys, by its name."""
+    """Return the text and the list of keys of every group as Markdown, by the name of the group."""
     lists = {}
     for group in groups(cls):
         lines = [*textwrap.wrap(group.text, 120), ""]
@@ -106,7 +112,7 @@ def _key(prefix: str, field: "dataclasses.Field[Any]") -> KeyHelp:
 
 
 def as_written(value: Any) -> str:
-    """A value as it is written on a command line."""
+    """Return a value as a command line has it."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -117,7 +123,7 @@ def as_written(value: Any) -> str:
 
 
 def _takes(field: "dataclasses.Field[Any]") -> str:
-    """Such as "integer >= 1 or null", "grpo | gae", "list of 2 numbers >= 0 and < 1"."""
+    """Return what a key takes: "integer >= 1 or null", "grpo | gae", "list of 2 numbers >= 0 and < 1"."""
     names = [*choices_of(field), *(["file.py:function"] if meaning_of(field).or_function else [])]
     kind, choices = field.type, " | ".join(names)
     if is_nullable(field):

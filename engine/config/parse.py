@@ -1,4 +1,4 @@
-"""Plain nested values -> the frozen dataclasses of a configuration; defaults, names, and what to say of wrong ones."""
+"""Build the frozen dataclasses of a configuration from plain nested values, and explain wrong names and types."""
 
 import dataclasses
 import difflib
@@ -13,7 +13,7 @@ from isoloss.parallel.runtime.config_key import require
 
 
 def build(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """A frozen dataclass from a plain nested mapping. Raises UserError for a key it does not know or a wrong type."""
+    """Build a frozen dataclass from a plain nested mapping. Raises UserError for an unknown key or a wrong type."""
     types_of = typing.get_type_hints(cls)
     for key in values:
         if key not in types_of:
@@ -22,7 +22,7 @@ def build(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def defaults(cls: Any) -> dict[str, Any]:
-    """Every key of a configuration class with its default, as plain nested values."""
+    """Return the defaults of all keys of a configuration class, as plain nested values."""
     values = {}
     for f in dataclasses.fields(cls):
         kind = typing.get_type_hints(cls)[f.name]
@@ -35,31 +35,31 @@ def defaults(cls: Any) -> dict[str, Any]:
 
 
 def unknown_key(key: str, known: list[str]) -> str:
-    """The message for a key that does not exist: the nearest one that does."""
+    """Return the message for a key that does not exist, with the nearest of `known`."""
     if members := [k for k in known if k.startswith(f"{key}.")]:
         return f"{key!r} is a group, not a key; its keys are {', '.join(members)}"
     # The right name in the wrong group is likelier than another name in the right group.
     same_name = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     near = difflib.get_close_matches(key, same_name, n=1, cutoff=0) or difflib.get_close_matches(key, known, 1, 0.5)
-    ours = elsewhere.key_of(key)
-    guess = ours if ours in known else near[0] if near else None
-    if ours not in known and not same_name and (told := elsewhere.told_of(key)):
-        return f"unknown key {key!r}: {told}"
+    translated = elsewhere.key_of(key)
+    guess = translated if translated in known else near[0] if near else None
+    if translated not in known and not same_name and (explanation := elsewhere.explanation(key)):
+        return f"unknown key {key!r}: {explanation}"
     return f"unknown key {key!r}" + (f"; did you mean {guess!r}?" if guess else f"; known keys: {', '.join(known)}")
 
 
 def mappings(cls: Any) -> list[str]:
-    """Those of the known keys that hold a mapping, in which any name may stand."""
+    """Return the keys that hold a mapping, whose names are not fixed."""
     return [name for name, kind in key_types(cls) if typing.get_origin(kind) is Mapping]
 
 
 def known_keys(cls: Any, prefix: str = "") -> list[str]:
-    """Every key of a configuration class, dotted."""
+    """Return the dotted names of all keys of a configuration class."""
     return [name for name, _ in key_types(cls, prefix)]
 
 
 def key_types(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted name and the type of every key of a configuration class."""
+    """Yield the dotted name and the type of every key of a configuration class."""
     for name, kind in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(kind):
             yield from key_types(kind, f"{prefix}{name}.")
@@ -78,7 +78,7 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
             return None
         return _convert(next(a for a in args if a is not type(None)), value, key)
     if origin is Literal:
-        return value  # the class holds it against its choices
+        return value  # the class compares it with its choices
     if origin is Mapping:
         value = {} if value is None else value
         require(isinstance(value, Mapping), key, value, "must be a mapping of names to values, such as {name: value}")

@@ -1,13 +1,13 @@
-"""What cannot be run: loss x layout x model x precision x optimizer x memory.
+"""Refuse runs that are impossible: loss x layout x model x precision x optimizer x memory.
 
-Rules about the value of a single key stand where the key is defined (engine/config/schema.py), and so do those that a
-`Layout` fulfils whatever runs on it (parallel/layout.py). Here is all that needs two of configuration, model and
+Rules about the value of a single key are where the key is defined (engine/config/schema.py), and rules that every
+`Layout` fulfils are in parallel/layout.py. This module has all rules that need two of configuration, model and
 layout, and every assertion of Megatron-Core that a user could reach. `check` needs no process group, no GPU and no
 weights.
 
-Each function gives the refusals of its subject. Where several rules are broken, the user reads the first. So causes
-stand before their consequences, and a rule may rely on those before it. To add a rule, write it down in its subject,
-and a run that breaks it into tests/support/faults/impossible.py.
+Each function yields the refusals of its subject. Where several rules are broken, the user reads the first. So causes
+come before their consequences, and a rule may rely on those before it. To add a rule, add it to its subject,
+and a run that breaks it to tests/support/faults/impossible.py.
 """
 
 from collections.abc import Iterator
@@ -19,6 +19,7 @@ from megatron.core.transformer.moe import fused_a2a
 from isoloss.engine.config.help import as_written
 from isoloss.engine.config.schema import Config
 from isoloss.models.architecture import Architecture
+from isoloss.models.kinds.kind import Refusal, SoftmaxAttention, divisors
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.mcore.activation_memory import RECOMPUTE_MODULES
 from isoloss.models.mcore.stages import stage_layers
@@ -30,31 +31,33 @@ SEEN_WHOLE_BY_SGLANG = ("mistral", "ministral3", "mixtral")
 # SGLang has no classes for these, and runs those of transformers, whose experts a weight sync does not reach.
 UNKNOWN_TO_SGLANG = ("mistral4",)
 
-Refusals = Iterator[tuple[str, str, str]]  # a key, why its value cannot be, and what would do
+# Reasons why a model lacks a module that only some kinds have.
+LACKING = {
+    "mlp": "experts in every layer", "mlp_act": "experts in every layer", "moe": "no experts", "experts": "no experts",
+    "shared_experts": "no shared experts", "mla_up_proj": "no latent attention",
+}  # fmt: skip
+
+Refusals = Iterator[Refusal]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A run before it exists. layout: with its dp, where the world is known."""
+    """A run before it exists. layout: the layout, with its dp where the world is known."""
 
     config: Config
     arch: Architecture
     layout: Layout
 
     def value(self, key: str) -> Any:
-        """What the user set a key to; of a degree, what the layout says."""
+        """Return the value that the user set a key to; for a degree, that of the layout."""
         group, name = key.split(".")
         if group == "parallel" and hasattr(self.layout, name):
             return getattr(self.layout, name)
         return getattr(getattr(self.config, group), name)
 
-    @property
-    def has_dense_layers(self) -> bool:
-        return not all(map(self.arch.has_experts, range(self.arch.num_layers)))
-
 
 def check(config: Config, arch: Architecture, layout: Layout) -> None:
-    """Raises UserError for the first rule that the setup breaks."""
+    """Raise UserError for the first rule that the setup breaks."""
     setup = Setup(config, arch, layout)
     for subject in SUBJECTS:
         for key, why, remedy in subject(setup):
@@ -62,47 +65,15 @@ def check(config: Config, arch: Architecture, layout: Layout) -> None:
 
 
 def attention_and_mlp(setup: Setup) -> Refusals:
+    """Yield refusals of the kinds in `models/kinds`, tensor parallelism first: other axes divide its shares."""
     arch, tp = setup.arch, setup.layout.tp
-    heads, kv_heads = arch.num_heads, arch.num_kv_heads
-    if heads % tp:
-        yield "parallel.tp", f"does not divide the model's {heads} attention heads", _divisors(heads)
-    if kv_heads % tp and tp % kv_heads:
-        why = f"neither divides nor is a multiple of the model's {kv_heads} key/value heads"
-        yield "parallel.tp", why, _divisors(kv_heads)
-    if arch.joint_qk_norm and kv_heads % tp:
-        why = f"does not divide the model's {kv_heads} key/value heads, which are normed together"
-        yield "parallel.tp", why, _divisors(kv_heads)
-    for count in sorted({arch.kv_heads(layer) for layer in range(arch.num_layers)}):
-        if arch.differing_attention and count % tp:
-            why = f"does not divide the {count} key/value heads of some of the model's layers"
-            yield "parallel.tp", why, _divisors(count)
-    if setup.has_dense_layers and arch.intermediate_size % tp:
-        why = f"does not divide the model's intermediate_size {arch.intermediate_size}"
-        yield "parallel.tp", why, _divisors(arch.intermediate_size)
+    kinds = (*arch.attentions, *(mlp for mlp in arch.mlps if mlp.experts is None))
+    refusals = [refusal for kind in kinds for refusal in kind.refusals(setup.layout)]
+    yield from (refusal for refusal in refusals if refusal[0] == "parallel.tp")
     if arch.critic and arch.hidden_size % tp:
         why = f"does not divide the hidden_size {arch.hidden_size} that the critic's value head reads"
-        yield "parallel.tp", why, _divisors(arch.hidden_size)
-    rank_heads = heads // tp
-    if rank_heads % setup.layout.ulysses:
-        why = f"does not divide the {rank_heads} attention heads of a TP rank ({heads} heads / tp {tp})"
-        yield "parallel.ulysses", why, f"{_divisors(rank_heads)}, and parallel.ring for more context ranks"
-
-
-def gated_delta(setup: Setup) -> Refusals:
-    delta, layout = setup.arch.delta, setup.layout
-    if delta is None:
-        return
-    if delta.key_heads % layout.tp:
-        why = f"does not divide the {delta.key_heads} key heads of the model's Gated DeltaNet"
-        yield "parallel.tp", why, _divisors(delta.key_heads)
-    rank_heads = delta.value_heads // layout.tp
-    if rank_heads % layout.context:
-        key, other = ("ring", "ulysses") if layout.ring > 1 else ("ulysses", "ring")
-        why = (
-            f"x {other}={getattr(layout, other)} does not divide the {rank_heads} value heads of a TP rank in the "
-            "model's Gated DeltaNet"
-        )
-        yield f"parallel.{key}", why, f"for parallel.ulysses x parallel.ring {_divisors(rank_heads)}"
+        yield "parallel.tp", why, divisors(arch.hidden_size)
+    yield from (refusal for refusal in refusals if refusal[0] != "parallel.tp")
 
 
 def shared_prefixes(setup: Setup) -> Refusals:
@@ -114,14 +85,14 @@ def shared_prefixes(setup: Setup) -> Refusals:
 
 
 def shares_prefixes(config: Config) -> bool:
-    """What batch.share_prefixes is, where it is null as well."""
+    """Return batch.share_prefixes, or its default where it is null."""
     if config.batch.share_prefixes is not None:
         return config.batch.share_prefixes
     return config.samples_begin_alike and config.parallel.cp_kernel == "isoloss"
 
 
 def generation(setup: Setup) -> Refusals:
-    """By the model that is trained. Only configurations of reinforcement learning have a rollout."""
+    """Yield refusals of rollout keys for the trained model. Only reinforcement learning has a rollout."""
     rollout = getattr(setup.config, "rollout", None)
     if rollout is None:
         return
@@ -129,7 +100,7 @@ def generation(setup: Setup) -> Refusals:
         why = f"is not known to parallel.cp_kernel={setup.config.parallel.cp_kernel}"
         yield "rollout.backend", why, "use rollout.backend=transformers or sglang"
     family, longest = setup.arch.family, min(setup.config.data.max_length, setup.arch.max_positions)
-    window = min(filter(None, setup.arch.windows), default=longest)
+    window = min((kind.window for kind in setup.arch.attentions if kind.window), default=longest)
     if rollout.backend == "sglang" and family in SEEN_WHOLE_BY_SGLANG and window < longest:
         why = f"lets a token of {family} see all of up to {longest} tokens, and the model's sliding_window is {window}"
         remedy = f"set data.max_length to {window}, or sliding_window to null in config.json"
@@ -154,25 +125,11 @@ def stages(setup: Setup) -> Refusals:
 
 
 def mixture_of_experts(setup: Setup) -> Refusals:
-    layout, experts = setup.layout, setup.arch.experts
-    if experts is None:
-        for key, degree in (("parallel.ep", layout.ep), ("parallel.etp", layout.etp)):
-            if degree > 1:
-                yield key, "is for mixture-of-experts models and this one is dense", "set it to 1"
-        return
-    if layout.tp > 1 and not layout.sequence_parallel:
-        why = "does not work with experts and parallel.tp > 1: every TP rank would send the same tokens to the experts"
-        yield "parallel.sequence_parallel", why, "leave it at null"
-    if experts.count % layout.ep:
-        yield "parallel.ep", f"does not divide the model's {experts.count} experts", _divisors(experts.count)
-    if experts.intermediate_size % layout.etp:
-        why = f"does not divide the model's expert width {experts.intermediate_size}"
-        yield "parallel.etp", why, _divisors(experts.intermediate_size)
-    if experts.shared_size % layout.tp:
-        why = f"does not divide the model's shared expert's width {experts.shared_size}"
-        yield "parallel.tp", why, _divisors(experts.shared_size)
-    if layout.etp > 1 and setup.arch.linear_bias:
-        yield "parallel.etp", "does not work with biases in the experts", "set it to 1"
+    for mlp in setup.arch.mlps:
+        yield from mlp.refusals(setup.layout) if mlp.experts else ()
+    for key, degree in (("parallel.ep", setup.layout.ep), ("parallel.etp", setup.layout.etp)):
+        if degree > 1 and setup.arch.experts is None:
+            yield key, "is for mixture-of-experts models and this one is dense", "set it to 1"
 
 
 def load_balancing(setup: Setup) -> Refusals:
@@ -202,7 +159,7 @@ def dispatch_bound(setup: Setup) -> Refusals:
     if not config.kernels.grouped_experts or config.model.transformer_engine:
         why = "needs the experts of kernels.grouped_experts, which are switched off here"
         yield key, why, "set kernels.grouped_experts=true and model.transformer_engine=false, or leave it at null"
-    if arch.linear_bias or arch.clamped_swiglu:
+    if arch.experts and (arch.experts.bias or arch.experts.activation == "clamped_swiglu"):
         yield key, f"does not work with the experts of {arch.family}, which run one by one", remedy
 
 
@@ -276,14 +233,8 @@ def transformer_engine_attention(setup: Setup) -> Refusals:
     if splits_tokens and version < since[kernel]:
         why = f"splits packed rows from Transformer Engine {since[kernel]} on, and here is {version}"
         yield key, why, f"use {', '.join(name for name in since if version >= since[name])} or isoloss"
-    if arch.latent is not None or arch.differing_attention:
-        kind = "latent" if arch.latent else arch.family
-        yield key, f"does not attend for {kind} attention here", own_kernel
-    if arch.sinks:
-        yield key, "has no attention sinks in packed rows", own_kernel
-    if arch.head_dim % 8:
-        yield key, f"needs heads of a multiple of 8 channels, and the model's have {arch.head_dim}", own_kernel
-    if splits_tokens and kernel in ("p2p", "a2a+p2p") and any(arch.windows):
+    yield from ((key, why, own_kernel) for kind in arch.attentions for why in kind.fused_kernel_refusals(arch.family))
+    if splits_tokens and kernel in ("p2p", "a2a+p2p") and any(kind.window for kind in arch.attentions):
         yield key, "has no attention windows", "use parallel.cp_kernel=a2a, all_gather or isoloss"
 
 
@@ -295,27 +246,22 @@ def transformer_engine_context_ranks(setup: Setup) -> Refusals:
     if kernel == "a2a" and layout.ring > 1:
         why = "passes keys and values round, and parallel.cp_kernel=a2a exchanges heads only"
         yield "parallel.ring", why, f"set it to 1, and parallel.ulysses to {layout.context}"
-    rank_kv_heads = max(setup.arch.num_kv_heads // layout.tp, 1)  # tp ranks beyond their number share one
-    if kernel in ("a2a", "a2a+p2p") and rank_kv_heads % layout.ulysses:
-        why = f"does not divide the {rank_kv_heads} key/value heads of a TP rank"
-        remedy = f"{_divisors(rank_kv_heads)}, or parallel.cp_kernel=isoloss"
-        yield "parallel.ulysses", f"{why}, which parallel.cp_kernel={kernel} does not repeat", remedy
+    softmax = [kind for kind in setup.arch.attentions if isinstance(kind, SoftmaxAttention)]
+    for kind in softmax if kernel in ("a2a", "a2a+p2p") else ():
+        rank_kv_heads = max(kind.kv_heads // layout.tp, 1)  # tp ranks beyond their number share one
+        if rank_kv_heads % layout.ulysses:
+            why = f"does not divide the {rank_kv_heads} key/value heads of a TP rank"
+            remedy = f"{divisors(rank_kv_heads)}, or parallel.cp_kernel=isoloss"
+            yield "parallel.ulysses", f"{why}, which parallel.cp_kernel={kernel} does not repeat", remedy
 
 
 def recomputation(setup: Setup) -> Refusals:
-    memory, arch, experts = setup.config.memory, setup.arch, setup.arch.experts
-    no_mlp = "" if setup.has_dense_layers else "experts in every layer"
-    lacking = {
-        "mlp": no_mlp,
-        "mlp_act": no_mlp,
-        "moe": "" if experts else "no experts",
-        "experts": "" if experts else "no experts",
-        "shared_experts": "" if experts and experts.shared_size else "no shared experts",
-        "mla_up_proj": "" if arch.latent else "no latent attention",
-    }
+    memory, arch = setup.config.memory, setup.arch
+    held = {module for kind in arch.kinds for module in kind.recomputes}
+    lacking = {module: what for module, what in LACKING.items() if module not in held}
     for module, what in lacking.items():
-        if what and module in memory.recompute_modules:
-            usable = ", ".join(name for name in RECOMPUTE_MODULES if not lacking.get(name))
+        if module in memory.recompute_modules:
+            usable = ", ".join(name for name in RECOMPUTE_MODULES if name not in lacking)
             yield "memory.recompute_modules", f"names {module}, and the model has {what}", f"use some of {usable}"
     if memory.recompute_layers is not None:
         largest = max(stage_layers(arch, setup.layout, setup.config.parallel.stage_layers))
@@ -355,7 +301,6 @@ def offloading(setup: Setup) -> Refusals:
 
 SUBJECTS = (
     attention_and_mlp,
-    gated_delta,
     shared_prefixes,
     generation,
     stages,
@@ -371,7 +316,3 @@ SUBJECTS = (
     recomputation,
     offloading,
 )
-
-
-def _divisors(n: int) -> str:
-    return f"use one of {[d for d in range(1, n + 1) if n % d == 0]}"

@@ -1,8 +1,8 @@
-"""Every knob of a run: frozen dataclasses, checked once, before any process group exists.
+"""Define every key of a run in frozen dataclasses, which are checked once, before any process group exists.
 
-Hydra selects presets and overrides keys (recipes/launch.py); `parse.build` turns the composed tree into these
-classes and refuses what it does not know, with the nearest name. A key's meaning and bounds stand beside it; rules
-between keys that need no model are in `__post_init__`.
+Hydra selects presets and overrides keys (recipes/launch.py). `parse.build` turns the composed tree into these classes
+and refuses unknown keys with the nearest name. A key is defined with its meaning and bounds. Rules between keys that
+need no model are in `__post_init__`.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from isoloss.parallel.aggregation import MODES, Aggregation
 from isoloss.parallel.layout import MODEL_AXES, Degrees, Layout
 from isoloss.parallel.runtime.config_key import Keys, key, require
 
-DATE = "strftime_now"  # what transformers calls the clock that it gives to chat templates
+DATE = "strftime_now"  # transformers' name for the clock that chat templates may call
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class DataConfig(Keys, group="data"):
     )
     date: str | None = key(
         None,
-        "The day that a chat template is told that asks for it (strftime_now), as YYYY-MM-DD. null: that of the run's "
-        "first start, which goes into its checkpoints.",
+        "The day for chat templates that ask for the date (strftime_now), as YYYY-MM-DD. null: the day of the run's "
+        "first start, which its checkpoints keep.",
     )
     cache_dir: str | None = key(
-        None, "Folder that keeps tokenized rows for the next run; null: .cache beside output_dir."
+        None, "Folder that keeps tokenized rows for the next run; null: .cache next to output_dir."
     )
 
     def __post_init__(self):
@@ -91,13 +91,13 @@ class DataConfig(Keys, group="data"):
 
     @property
     def template_variables(self) -> Mapping[str, Any]:
-        """What a chat template is given: data.template_kwargs, and under DATE the day for `strftime_now`."""
+        """Return the variables for chat templates: data.template_kwargs, and under DATE the day for `strftime_now`."""
         return self.template_kwargs if self.date is None else {**self.template_kwargs, DATE: self.date}
 
 
 @dataclass(frozen=True)
 class BatchConfig(Keys, group="batch"):
-    """How much goes into a step. Only global_size changes what is learned."""
+    """Sizes of a step. Only global_size changes what is learned."""
 
     global_size: int = key(
         32,
@@ -120,8 +120,8 @@ class BatchConfig(Keys, group="batch"):
 
 @dataclass(frozen=True)
 class ParallelConfig(Degrees, group="parallel"):
-    """How many ranks share what (docs/parallelism.md). The remaining ranks form the data-parallel dimension. None of
-    these keys changes the loss.
+    """Degrees of parallelism (docs/parallelism.md). The remaining ranks form the data-parallel dimension. None of these
+    keys changes the loss.
     """
 
     stage_layers: tuple[int, ...] = key(
@@ -154,9 +154,9 @@ class ParallelConfig(Degrees, group="parallel"):
     )
     grad_reduce_dtype: Literal["fp32", "bf16"] = key(
         "fp32",
-        "In what gradients are summed, over micro-batches and ranks. bf16: half of the memory and of the exchange, "
-        "and gradients are then the same on every layout up to the rounding of bf16 only, also of every micro-batch. "
-        "Needs train.precision=bf16.",
+        "The type in which gradients are summed, over micro-batches and ranks. bf16 takes half of the memory and of "
+        "the exchange, and rounds at every micro-batch: layouts then agree up to the rounding of bf16 only. Needs "
+        "train.precision=bf16.",
     )
     gradient_accumulation_fusion: bool | None = key(
         None,
@@ -169,7 +169,7 @@ class ParallelConfig(Degrees, group="parallel"):
         self.layout()
 
     def layout(self) -> Layout:
-        """The layout of one model replica (dp = 1)."""
+        """Return the layout of one model replica (dp = 1)."""
         sequence_parallel = self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
         degrees = {axis: getattr(self, axis) for axis in MODEL_AXES}
         return Layout(**degrees, sequence_parallel=sequence_parallel)
@@ -177,8 +177,8 @@ class ParallelConfig(Degrees, group="parallel"):
 
 @dataclass(frozen=True)
 class MemoryConfig(ActivationMemory):
-    """What is recomputed, or kept in CPU memory, to save device memory (docs/memory.md). None of these keys changes the
-    loss.
+    """Recomputation, and offloading to CPU memory, to save device memory (docs/memory.md). None of these keys changes
+    the loss.
 
     All but check are Megatron-Core's own; the keys of activations are in ActivationMemory."""
 
@@ -200,7 +200,7 @@ class MemoryConfig(ActivationMemory):
 
 
 AUX_LOSSES = ("none", "sequence")
-# Names of Megatron-Core's, and why a loss that depends on the samples alone cannot have them.
+# Names of Megatron-Core's balance losses, and why a loss that depends on the samples alone cannot have them.
 REFUSED_AUX_LOSSES = {
     "aux_loss": "is balance within each micro-batch: splitting the step otherwise changes it",
     "seq_aux_loss": "takes a packed row for one sequence: packing the samples otherwise changes it",
@@ -235,9 +235,9 @@ class MoeConfig(Keys, group="moe"):
     )
     dispatch_bound: float | None = key(
         None,
-        "On a GPU every message between ranks of parallel.ep has room for so many times the even share of tokens, and "
-        "the host need not wait for sizes. A training step in which one has no room for a token is run again with "
-        "the sizes that are needed, so this changes no number (docs/moe.md); null: always those sizes.",
+        "On a GPU every message between ranks of parallel.ep has room for this many times the even share of tokens, so "
+        "the host need not wait for sizes. A training step in which a token finds no room is run again with exact "
+        "sizes, so this changes no number (docs/moe.md); null: always exact sizes.",
         at_least=1,
     )
 
@@ -256,7 +256,7 @@ class MoeConfig(Keys, group="moe"):
 
 @dataclass(frozen=True)
 class LossConfig(Keys, group="loss"):
-    """How the losses of tokens become the loss of a step (docs/normalization.md)."""
+    """Aggregation of the losses of tokens to the loss of a step (docs/normalization.md)."""
 
     aggregation: str = key(
         "token-mean",
@@ -276,7 +276,7 @@ class LossConfig(Keys, group="loss"):
         self.weighting()
 
     def weighting(self) -> Aggregation:
-        """Raises UserError where the keys do not fit together."""
+        """Return how tokens are weighted. Raises UserError if the keys contradict each other."""
         return Aggregation(self.aggregation, self.norm_length, self.count_fully_masked)
 
 
@@ -312,7 +312,7 @@ class OptimConfig(Keys, group="optim"):
 
 @dataclass(frozen=True)
 class TrainConfig(Keys, group="train"):
-    """How long, in what precision, and from which random numbers."""
+    """Length, precision and random numbers of a run, and guards around it."""
 
     steps: int | None = key(
         None,
@@ -328,7 +328,8 @@ class TrainConfig(Keys, group="train"):
     )
     precision: Literal["fp32", "bf16", "fp64"] = key(
         "fp32",
-        "Of weights and activations. bf16 keeps fp32 weights in the optimizer, and fp32 gradients. fp64 is for proofs.",
+        "Type of weights and activations. bf16 keeps fp32 weights in the optimizer, and fp32 gradients. fp64 is for "
+        "proofs.",
     )
     deterministic: bool = key(
         False, "Repeated runs are bit-equal on a GPU too: an operation without a deterministic kernel is an error."
@@ -347,8 +348,8 @@ class TrainConfig(Keys, group="train"):
     )
     timeout: float = key(
         1200.0,
-        "Seconds without a micro-batch, a token or a step after which the run ends and tells which rank keeps the "
-        "others waiting, and in which line; 0: never. What waits for servers and rewards has its own limits.",
+        "Seconds without a micro-batch, a token or a step after which the run ends and reports which rank keeps the "
+        "others waiting, and in which line; 0: never. Waiting for servers and rewards has its own limits.",
         at_least=0,
     )
     max_bad_steps: int = key(
@@ -359,11 +360,13 @@ class TrainConfig(Keys, group="train"):
     )
     spike_factor: float | None = key(
         10.0,
-        "A step whose gradient norm, or in SFT loss, is above this many times the median of the last 64 is told, and "
-        "bad_steps.jsonl names its samples; null: none is.",
+        "A step whose gradient norm, or in SFT loss, is above this many times the median of the last 64 is reported, "
+        "and bad_steps.jsonl names its samples; null: no step is.",
         above=1,
     )
-    skip_spikes: bool = key(False, "Such a step is not applied either.")
+    skip_spikes: bool = key(
+        False, "Steps that train.spike_factor reports are not applied, like those that are not finite."
+    )
     profile: str | None = key(
         None,
         "STEP:FOLDER writes a torch.profiler trace of that optimizer step and a table of its phases, of each rank, "
@@ -381,9 +384,9 @@ class TrainConfig(Keys, group="train"):
         self.profiled(self.steps)
 
     def profiled(self, total_steps: int | None) -> tuple[int, Path] | None:
-        """The step, from 1 on, and the folder of train.profile.
+        """Return the step, from 1 on, and the folder of train.profile; None if it is null.
 
-        total_steps: of the run, where they are known. Raises UserError where the step is none of them.
+        total_steps: optimizer steps of the run, if known. Raises UserError if the step is not among them.
         """
         if self.profile is None:
             return None
@@ -397,7 +400,7 @@ class TrainConfig(Keys, group="train"):
 
 @dataclass(frozen=True)
 class CheckpointConfig(Keys, group="checkpoint"):
-    """What a run leaves in output_dir, and how to continue it (docs/checkpoints.md)."""
+    """Checkpoints and exports in output_dir, and how to continue from them (docs/checkpoints.md)."""
 
     every: int = key(
         0,
@@ -432,64 +435,66 @@ class Config:
     output_dir: str | None = key(None, "Folder of the run; null: runs/RECIPE-PRESET, with a number if that exists.")
 
     def accumulates_in_products(self, *, on_gpu: bool) -> bool:
-        """What parallel.gradient_accumulation_fusion says."""
+        """Return parallel.gradient_accumulation_fusion, or its default."""
         chosen = self.parallel.gradient_accumulation_fusion
         return on_gpu and self.train.precision != "fp64" if chosen is None else chosen
 
     def overlaps_grad_reduce(self, *, on_gpu: bool) -> bool:
-        """What parallel.overlap_grad_reduce says."""
+        """Return parallel.overlap_grad_reduce, or its default."""
         chosen = self.parallel.overlap_grad_reduce
         return on_gpu if chosen is None else chosen
 
     def overlaps_param_gather(self, *, on_gpu: bool) -> bool:
-        """What parallel.overlap_param_gather says."""
+        """Return parallel.overlap_param_gather, or its default."""
         chosen = self.parallel.overlap_param_gather
         legal = self.distributed_optimizer and self.memory.offload_optimizer == 0
         return on_gpu and legal if chosen is None else chosen
 
     @property
     def distributed_optimizer(self) -> bool:
+        """Return parallel.distributed_optimizer, or its default."""
         chosen = self.parallel.distributed_optimizer
         return self.train.precision != "fp64" if chosen is None else chosen
 
     @property
     def judged_by(self) -> tuple[str, ...]:
-        """What train.spike_factor is compared with."""
+        """Return the metrics that train.spike_factor limits."""
         return "loss", "grad_norm"
 
     @property
     def samples_begin_alike(self) -> bool:
-        """Whether a step has samples that share what they begin with."""
+        """Return whether samples of a step have a common prefix."""
         return False
 
     @property
     def functions(self) -> Mapping[str, str]:
-        """What may be functions of the user's, by key."""
+        """Return the values of keys that may name a function of the user's, by key."""
         return {}
 
     @property
     def trained_models(self) -> int:
-        """Number of models that are trained: the policy, and in reinforcement learning a critic."""
+        """Return the number of models that are trained: the policy, and in reinforcement learning a critic."""
         return 1
 
     @property
     def frozen_models(self) -> int:
-        """Number of models on the device that are not trained, such as a reference."""
+        """Return the number of models on the device that are not trained, such as a reference."""
         return 0
 
     @property
     def shares_device(self) -> bool:
-        """Whether a server sleeps on the GPU while the trainer works."""
+        """Return whether a server sleeps on the GPU while the trainer works."""
         return False
 
     @property
     def lends_device_memory(self) -> bool:
-        """Whether other processes open this one's memory of the GPU, by handles."""
+        """Return whether other processes map this process's GPU memory by handles."""
         return False
 
     def resume_fingerprint(self) -> dict[str, object]:
-        """What must not change when a run goes on, by key: what the state in its checkpoints means, and which rows a
-        step takes (what is in them: `output.Fingerprint`). Plain values, as a checkpoint holds them."""
+        """Return the values that a resumed run must not change, by key, as plain values."""
+        # They decide what the state in a checkpoint means, and which rows a step takes. The contents of rows are
+        # compared as well, by `Data.fingerprints`.
         return {
             "train.precision": self.train.precision,
             "parallel.distributed_optimizer": self.distributed_optimizer,

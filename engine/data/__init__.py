@@ -1,1 +1,1 @@
-"""From files of rows to token ids and targets."""
+"""Turn files of rows into token ids and targets."""

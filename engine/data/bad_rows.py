@@ -1,4 +1,4 @@
-"""Bad rows: the first one ends the run, or up to data.max_rejects of a split are left out and noted."""
+"""Collect bad rows: up to data.max_rejects of a split are left out and recorded, one more ends the run."""
 
 import contextlib
 import json
@@ -18,9 +18,9 @@ NAME = "rejects.jsonl"
 class Reject:
     """A row that was left out.
 
-    file: which of the files of its split, from 0, whatever their names are now.
-    number: of its line or row, from 1.
-    reason: why, and how to mend it.
+    file: index of the row's file among the files of its split, from 0; files may be renamed between two runs.
+    number: number of the line or row in that file, from 1.
+    reason: why the row is bad, and how to mend it.
     """
 
     file: int
@@ -28,17 +28,20 @@ class Reject:
     reason: str
 
     def place(self, paths: Sequence[str]) -> str:
+        """Return "file:line" or "file: row n". paths: the files of the split."""
         return place_of(paths[self.file], self.number)
 
-    def told(self, paths: Sequence[str]) -> str:
-        """What is wrong, and where. paths: the files of its split."""
+    def message(self, paths: Sequence[str]) -> str:
+        """Return the place and the reason. paths: the files of the split."""
         return f"{self.place(paths)}: {self.reason}"
 
 
 class Rejects:
-    """Collects the bad rows of a split while it is read.
+    """Collects the bad rows of a split while its files are read.
 
-    key: "data.train" or "data.eval". paths: its files. most: data.max_rejects.
+    key: "data.train" or "data.eval".
+    paths: the files of the split.
+    most: data.max_rejects.
     """
 
     def __init__(self, key: str, paths: Sequence[str], most: int):
@@ -47,7 +50,7 @@ class Rejects:
 
     @contextlib.contextmanager
     def instead_of_error(self, row: UnreadRow) -> Iterator[None]:
-        """Within it a UserError means that `row` is bad; raises one where there are too many such rows."""
+        """Record a UserError of the block as a bad row. Raises UserError when more than `most` rows are bad."""
         try:
             yield
         except UserError as error:
@@ -57,10 +60,10 @@ class Rejects:
 
 
 def check(key: str, paths: Sequence[str], rejects: Sequence[Reject], most: int) -> None:
-    """UserError where more rows are bad than may be; of none at all, it is what is wrong with the first."""
+    """Raise UserError if more than `most` rows are bad. With most=0 the error is the first row's own."""
     if len(rejects) <= most:
         return
-    first = rejects[0].told(paths)
+    first = rejects[0].message(paths)
     if most == 0:
         raise UserError(first)
     raise UserError(
@@ -71,7 +74,10 @@ def check(key: str, paths: Sequence[str], rejects: Sequence[Reject], most: int) 
 
 @dataclass(frozen=True)
 class RejectsOfRun:
-    """Of each split: its key, its files, the rows of it that were left out."""
+    """The bad rows of all splits.
+
+    splits: (key, files, bad rows) of each split.
+    """
 
     splits: tuple[tuple[str, Sequence[str], Sequence[Reject]], ...]
 
@@ -79,19 +85,19 @@ class RejectsOfRun:
     def of(cls, data: DataConfig, train: Sequence[Reject], eval: Sequence[Reject]) -> "RejectsOfRun":
         return cls((("data.train", data.train, train), ("data.eval", data.eval, eval)))
 
-    def told(self, folder: Path) -> list[str]:
-        """A line for the user, where there are any."""
+    def lines(self, folder: Path) -> list[str]:
+        """Return a line for the user if any row was left out, else no line. folder: the run's folder."""
         count = sum(len(rejects) for _, _, rejects in self.splits)
         return [f"data: {count:,} bad row{'s' if count > 1 else ''} left out, see {folder / NAME}"] if count else []
 
     def write(self, folder: Path) -> None:
-        """`folder`/rejects.jsonl, a line for each row; no file where there are none."""
-        lines = [
+        """Write `folder`/rejects.jsonl, a line per bad row. Without bad rows, leave no such file."""
+        rows = [
             json.dumps({"split": key, "place": reject.place(paths), "reason": reject.reason}, ensure_ascii=False) + "\n"
             for key, paths, rejects in self.splits
             for reject in rejects
         ]
-        if lines:
-            replace_text(folder / NAME, "".join(lines))
+        if rows:
+            replace_text(folder / NAME, "".join(rows))
         else:
-            (folder / NAME).unlink(missing_ok=True)  # of the run that goes on here
+            (folder / NAME).unlink(missing_ok=True)  # a resumed run may have written one before its rows were mended

@@ -1,4 +1,4 @@
-"""One row of text -> token ids and the mask of its targets.
+"""Tokenize a row of text: token ids, and a mask of the targets.
 
 Shape suffix: T tokens of one sample. A row has one of three forms:
 
@@ -6,8 +6,8 @@ Shape suffix: T tokens of one sample. A row has one of three forms:
     prompt + completion    the targets are the completion (its assistant turns, if messages) and the end of sequence
     text                   every token but the first is a target
 
-`turns` finds the assistant's turns. The chat template is given the `tools` of the row and the variables of
-data.template_kwargs, each time.
+`turns` finds the assistant's turns. Every rendering of the chat template gets the `tools` of the row and the variables
+of data.template_kwargs.
 """
 
 import json
@@ -34,15 +34,19 @@ from isoloss.models.weights.manifest import IS_A_POINTER, is_pointer
 from isoloss.models.weights.side_files import sidecars
 from isoloss.parallel.runtime.errors import UserError
 
-# Without one of these AutoTokenizer may still build a tokenizer, of a single token, from config.json alone.
+# One of these must exist: without any, AutoTokenizer may build a tokenizer of a single token from config.json alone.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
                     "sentencepiece.bpe.model", "tekken.json", "tokenizer.tiktoken")  # fmt: skip
-# How many times as long a normalizer or decoder may make a text. Published ones replace a character by a few.
+# Characters that a normalizer or decoder may make of one. Published ones replace a character by a few.
 MAX_GROWTH = 100
 
 
 def load_tokenizer(folder: str, vocab_size: int):
-    """The Hugging Face tokenizer of a local folder; its ids must fit `vocab_size` rows of embeddings."""
+    """Load the Hugging Face tokenizer of a local folder.
+
+    vocab_size: number of rows of the model's embedding, above every token id.
+    Raises UserError if the files are missing, broken or hostile, or do not fit `vocab_size`.
+    """
     path = Path(folder)
     if not path.is_dir():
         raise UserError(f"tokenizer: no such folder: {folder}: give a folder that holds a tokenizer (tokenizer.json)")
@@ -53,9 +57,9 @@ def load_tokenizer(folder: str, vocab_size: int):
     from transformers import AutoTokenizer
 
     try:
-        # Said, for what asks to run code of the folder would else ask the user, and wait.
+        # Explicitly False: left out, transformers would ask the user whether to run code of the folder, and wait.
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever its parsers raise, it is these files that need mending
+    except Exception as error:  # parsers raise anything, and each time the fix is to mend these files
         raise UserError(f"tokenizer: {folder} does not load ({one_line(error)}): fix its tokenizer files") from error
     check_growth(tokenizer, folder)
     check_templates(tokenizer, folder)
@@ -67,13 +71,13 @@ def load_tokenizer(folder: str, vocab_size: int):
             f"tokenizer: {folder} has token ids up to {largest}, but the model's vocab_size is {vocab_size}: "
             f"use the tokenizer of this model, or a vocab_size of at least {largest + 1}"
         )
-    tokenizer.model_max_length = 1 << 60  # our own limit names the row; transformers would only warn of doom
+    tokenizer.model_max_length = 1 << 60  # data.max_length names the row that is too long; transformers only warns
     map_all_characters(tokenizer)
     return tokenizer
 
 
 def check_growth(tokenizer, folder: str) -> None:
-    """Raises UserError where a tokenizer lengthens texts without measure: a few words would take all memory."""
+    """Raise UserError if a tokenizer can lengthen a text over MAX_GROWTH times: a few words could fill the memory."""
     if not tokenizer.is_fast:
         return
     for name in ("normalizer", "decoder"):
@@ -86,15 +90,15 @@ def check_growth(tokenizer, folder: str) -> None:
 
 
 def _growth(part: Mapping[str, Any]) -> float:
-    """By how much a normalizer or decoder, of parts that follow each other, can lengthen a text."""
-    inner = prod(_growth(each) for each in part.get("normalizers", part.get("decoders", ())))
+    """Return the factor by which a normalizer or decoder, with its inner ones in sequence, can lengthen a text."""
+    inner = prod(map(_growth, part.get("normalizers", part.get("decoders", ()))))
     replaced = len(part.get("pattern", {}).get("String", "")) or 1  # a regular expression may match one character
     return inner * max(1.0, len(part.get("content", part.get("prepend", ""))) / replaced)
 
 
 def map_all_characters(tokenizer) -> None:
-    """Have white space belong to its tokens, where a byte-level tokenizer says that it belongs to none (Llama 3): the
-    ids stay the same, and turns that begin or end with white space are found."""
+    """Make a byte-level tokenizer map white space to the tokens that hold it. Token ids stay the same."""
+    # With `trim_offsets` (Llama 3) white space belongs to no token, and the ends of turns could not be found there.
     if tokenizer.is_fast and not maps_characters(tokenizer):
         processor = tokenizer.backend_tokenizer.post_processor
         for part in processor if hasattr(processor, "__getitem__") else [processor]:
@@ -105,7 +109,10 @@ def map_all_characters(tokenizer) -> None:
 
 
 def tokenize_row(row: Row, tokenizer, template_kwargs: Mapping[str, Any] = NOTHING) -> TokensAndMask:
-    """(token ids [T], mask [T]) of a row; mask[0] is False, and some other is True. UserError names the row."""
+    """Return (token ids [T], mask [T]) of a row, the mask True at targets: never at the first token, at one at least.
+
+    Raises UserError, with the row's place, for a row that cannot be trained on.
+    """
     values, place = row.values, row.place
     template = Template(tokenizer, place, check_tools(values.get("tools"), place), template_kwargs)
     form = form_of(values, place)
@@ -121,14 +128,14 @@ def tokenize_row(row: Row, tokenizer, template_kwargs: Mapping[str, Any] = NOTHI
         tokens_T = with_end(encode(tokenizer, values["text"]), tokenizer)
         mask_T = [True] * len(tokens_T)
     if mask_T:
-        mask_T[0] = False  # nothing before it to predict it from
+        mask_T[0] = False  # no token before it predicts it
     if not any(mask_T):
         raise no_target(place, form[-1])
     return tokens_T, mask_T
 
 
 def tokenize_completion(prompt: Any, completion: Any, template: Template) -> TokensAndMask:
-    """Two texts, or a conversation of which only the turns in `completion` are targets."""
+    """Tokenize two texts, or a conversation in which only the turns of `completion` are targets. Raises UserError."""
     tokenizer, place = template.tokenizer, template.place
     if isinstance(prompt, str) and isinstance(completion, str):
         refuse_tools(template, "prompt")
@@ -137,7 +144,7 @@ def tokenize_completion(prompt: Any, completion: Any, template: Template) -> Tok
                 f"{place}: a completion needs a token that ends it, or the model would never learn to stop: set "
                 f"eos_token in tokenizer_config.json of {tokenizer.name_or_path}"
             )
-        # Apart, as when generating: a token never spans the border. "" gives no targets, not even the end.
+        # Tokenized separately, as in generation: no token spans the border. "" has no targets, not even the end.
         head = encode(tokenizer, prompt)
         tail = encode(tokenizer, completion, special=False)
         tail = with_end(tail, tokenizer) if tail else tail
@@ -151,11 +158,13 @@ def tokenize_completion(prompt: Any, completion: Any, template: Template) -> Tok
 
 
 def as_messages(value: Any, role: str) -> Any:
+    """Return a text as a conversation of one message, and any other value unchanged."""
     return [{"role": role, "content": value}] if isinstance(value, str) else value
 
 
 def read_by(template: Template, conversation: Conversation, key: str) -> Conversation:
-    """The conversation as the template takes it. Raises UserError where nothing of it is to be learned."""
+    """Return the conversation of column `key` in the form that the template reads. Raises UserError if no turn of it is
+    learned, unless it is a prompt, or if the template would not read a part of it."""
     otherwise = "use `text` or plain `prompt` and `completion` rows"
     if key != "prompt" and not any(conversation.learned):
         turns = [message for message in conversation.messages if message["role"] == "assistant"]
@@ -168,25 +177,26 @@ def read_by(template: Template, conversation: Conversation, key: str) -> Convers
 
 
 def encode(tokenizer, text: str, special: bool = True) -> list[int]:
-    """Token ids, with the tokens that the tokenizer puts in front of a text (`special`) but never its end token."""
+    """Return the token ids of a text, with the tokenizer's prefix if `special`, and without an added end token."""
     ids = list(tokenizer(text, add_special_tokens=special)["input_ids"])
     if special:
-        # A text that was rendered beforehand has what the tokenizer puts in front of a text already.
-        front = front_of(tokenizer)
-        if front and ids[len(front) : 2 * len(front)] == front:
-            ids = ids[len(front) :]
+        # A text that was rendered before may begin with the prefix already: the tokenizer then adds a second one.
+        prefix = prefix_of(tokenizer)
+        if prefix and ids[len(prefix) : 2 * len(prefix)] == prefix:
+            ids = ids[len(prefix) :]
     ends_itself = special and len(ids) > 0 and ids[-1] == tokenizer.eos_token_id
     return ids[:-1] if ends_itself and not text.endswith(tokenizer.eos_token) else ids
 
 
 @lru_cache(maxsize=4)
-def front_of(tokenizer) -> list[int]:
-    """The tokens that the tokenizer puts in front of every text."""
+def prefix_of(tokenizer) -> list[int]:
+    """Return the tokens that the tokenizer adds in prefix of every text."""
     alone, marked = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
     return list(marked[: next((n for n in range(len(marked)) if marked[n:][: len(alone)] == alone), 0)])
 
 
 def with_end(ids: list[int], tokenizer) -> list[int]:
+    """Append the end-of-sequence token, if the tokenizer has one and the ids do not end with it."""
     end = tokenizer.eos_token_id
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
 

@@ -1,4 +1,4 @@
-"""The columns of a row: which form it has, and which columns are not for training on text."""
+"""Find the form of a row by its columns, and refuse columns that training on text cannot use."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,8 +7,8 @@ from isoloss.engine.data.rows import listed
 from isoloss.parallel.runtime.errors import UserError
 
 FORMS = (("messages",), ("prompt", "completion"), ("text",))
-FORMS_TOLD = "`messages`, or `prompt` and `completion`, or `text`"
-# Columns of other kinds of data, of which none may be passed over: the model would learn something else.
+FORMS_TEXT = "`messages`, or `prompt` and `completion`, or `text`"
+# Columns of other kinds of data, by their remedy. Ignoring one would train the model on something else than meant.
 REFUSED = {
     "isoloss trains on text alone: take the column out, or the row": (
         "image", "images", "image_url", "image_path", "video", "videos", "audio", "audios",
@@ -24,8 +24,10 @@ WHY_NOT = {name: cure for cure, names in REFUSED.items() for name in names}
 
 
 def form_of(values: Mapping[str, Any], place: str) -> tuple[str, ...]:
-    """The columns that a row of SFT is read from. UserError where that is not one of FORMS, or another column could
-    change what is learned."""
+    """Return the columns that a row of SFT is read from, one of FORMS.
+
+    Raises UserError if the row has none or several of the forms, or a column of REFUSED.
+    """
     check_columns(values, place)
     forms = forms_in(values)
     if len(forms) > 1:
@@ -33,12 +35,12 @@ def form_of(values: Mapping[str, Any], place: str) -> tuple[str, ...]:
         raise UserError(f"{place}: a row has one form, and this one has {several}: take out what is not to be learned")
     if not forms:
         keys = listed(sorted(values)) or "none"
-        raise UserError(f"{place}: unknown kind of row (keys: {keys}): a row has {FORMS_TOLD}")
+        raise UserError(f"{place}: unknown kind of row (keys: {keys}): a row has {FORMS_TEXT}")
     return forms[0]
 
 
 def check_columns(values: Mapping[str, Any], place: str) -> None:
-    """UserError for a column that has something in it, and would be passed over."""
+    """Raise UserError for a column of REFUSED that is not empty."""
     for name, value in values.items():
         cure = WHY_NOT.get(name.lower())
         if cure and value not in (None, "", [], {}):
@@ -46,10 +48,11 @@ def check_columns(values: Mapping[str, Any], place: str) -> None:
 
 
 def unused(values: Mapping[str, Any]) -> list[str]:
-    """Columns of a row that say nothing to the model, such as an id."""
+    """Return the columns that the model does not see, such as an id."""
     (form,) = forms_in(values)
     return [name for name in values if name not in (*form, "tools")]
 
 
 def forms_in(values: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return every form of FORMS whose columns the row has."""
     return [form for form in FORMS if all(name in values for name in form)]

@@ -1,7 +1,7 @@
-"""Files -> Samples: tokenized once, cached on disk; and which rows a step takes.
+"""Make a data set of files, tokenized once and cached on disk, and choose the rows of a step.
 
-Text becomes tokens in `chat`, files become rows in `rows`; here they become a data set. Nothing depends on the rank:
-every rank sees every row, and `step_indices` says which of them make up a step.
+`rows` reads files and `chat` tokenizes a row. Nothing here depends on the rank: every rank has all rows, and
+`step_indices` gives those of a step.
 """
 
 from collections import Counter
@@ -28,15 +28,13 @@ from isoloss.parallel.runtime.errors import UserError
 def load_dataset(
     data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: str, *, vocab_size: int, cache_dir: Path
 ) -> TokenDataset:
-    """Rows of data.train or data.eval as token sequences with loss masks (see `chat` for the forms of rows).
+    """Return the rows of data.train or data.eval as token sequences with loss masks (`chat` lists the forms of rows).
 
-    data: also says what happens to a row of more than max_length tokens, "error", "drop" or "truncate" (its end is cut
-    off), how many bad rows may be left out, and gives the chat template its variables; a row's `tools` reach it as
-        well.
-    cache_dir: holds one folder for each combination of file contents, tokenizer and options; any number of processes
-        may call at once: one tokenizes, the others wait and load.
+    vocab_size: rows of the model's embedding, above every token id.
+    cache_dir: folder of the cache, with a folder per combination of file contents, tokenizer and options. Any number of
+        processes may call at once: one tokenizes, the others wait and load.
 
-    Raises UserError, one line, for every mistake in files, rows, tokenizer or options. Enters no collective.
+    Raises UserError for any mistake in files, rows, tokenizer or options. Enters no collective.
     """
     paths: tuple[str, ...] = getattr(data, split)
     check_paths(paths, f"data.{split}")
@@ -48,17 +46,17 @@ def load_dataset(
         with exclusively(folder):
             dataset = load_cached(folder, paths)
             if dataset is None:
-                made = tokenize(data, split, tokenizer_dir, vocab_size)
-                write_cache(folder, made)
-                # None where another machine is about to put its own there: what is in memory is as good.
-                dataset = load_cached(folder, paths) or made
-    # The limit is not part of the folder's name: whatever it was, the rows that are left are the same.
+                in_memory = tokenize(data, split, tokenizer_dir, vocab_size)
+                write_cache(folder, in_memory)
+                # None while another machine replaces the folder by its own, equal one.
+                dataset = load_cached(folder, paths) or in_memory
+    # data.max_rejects is not part of the folder's name, as the remaining rows do not depend on it.
     check(f"data.{split}", paths, dataset.rejects, data.max_rejects)
     return dataset
 
 
 def check_files(data: DataConfig) -> None:
-    """UserError unless data.train names files that can be read, and data.eval, where it names any."""
+    """Raise UserError unless data.train names readable files, and data.eval none or readable ones."""
     if not data.train:
         raise UserError("data.train=[] must name at least one JSONL or Parquet file")
     check_paths(data.train, "data.train")
@@ -66,14 +64,14 @@ def check_files(data: DataConfig) -> None:
 
 
 def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: str, vocab_size: int) -> TokenDataset:
-    """The data set, in memory."""
+    """Read and tokenize a split; return the data set in memory. Raises UserError."""
     paths: tuple[str, ...] = getattr(data, split)
     max_length = data.max_length
     tokenizer = load_tokenizer(tokenizer_dir, vocab_size)
     check_template_kwargs(data.template_kwargs, tokenizer)
     tokens, mask, lengths, origins = [], [], [0], []
     dropped = truncated = 0
-    ignored: dict[str, None] = {}  # columns, in the order of their appearance
+    ignored: dict[str, None] = {}  # columns, in the order of their first row
     forms, counts = Counter[str](), Counter[str]()
     progress = Progress("tokenizing", f"rows of data.{split}", lambda: count_rows(paths))
     rejects = Rejects(f"data.{split}", paths, data.max_rejects)
@@ -84,7 +82,7 @@ def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: s
             tokens_T, mask_T = tokenize_row(read, tokenizer, data.template_variables)
             ignored |= dict.fromkeys(unused(read.values))
             form = form_of(read.values, read.place)
-            odd = remarks(read, form, tokens_T, tokenizer)
+            row_remarks = remarks(read, form, tokens_T, tokenizer)
             if len(tokens_T) > max_length:
                 if data.overlong == "drop":
                     dropped += 1
@@ -92,7 +90,7 @@ def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: s
                 tokens_T, mask_T = cut(tokens_T, mask_T, data, row.place)
                 truncated += 1
             forms[" + ".join(form)] += 1
-            counts.update(odd)
+            counts.update(row_remarks)
             tokens.append(np.array(tokens_T, np.int32))
             mask.append(np.array(mask_T, np.bool_))
             lengths.append(len(tokens_T))
@@ -103,13 +101,23 @@ def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: s
     totals = len(all_tokens), int(all_mask.sum())
     stats = DataStats(len(tokens), dropped, truncated, *totals, forms=dict(forms), remarks=dict(counts))
     arrays = {"tokens": all_tokens, "mask": all_mask, "offsets": np.cumsum(lengths, dtype=np.int64)}
-    of_rows = {"origins": np.array(origins, np.int32), "paths": paths, "stats": stats, "rejects": rejects.rows}
-    of_rows |= {"unused": list(ignored), "turn_ends": turn_ends(tokenizer, data.template_variables)}
-    return TokenDataset(**arrays, **of_rows, fingerprint=fingerprint(arrays))
+    return TokenDataset(
+        **arrays,
+        origins=np.array(origins, np.int32),
+        paths=paths,
+        stats=stats,
+        fingerprint=fingerprint(arrays),
+        rejects=tuple(rejects.rows),
+        unused=tuple(ignored),
+        turn_ends=turn_ends(tokenizer, data.template_variables),
+    )
 
 
 def cut(tokens_T: list[int], mask_T: list[bool], data: DataConfig, place: str) -> TokensAndMask:
-    """The first data.max_length tokens of a longer row. UserError where it must not be cut, or no target is left."""
+    """Return the first data.max_length tokens of a longer row, and their mask.
+
+    Raises UserError if data.overlong is "error", or if no target is left.
+    """
     length, most = len(tokens_T), data.max_length
     if data.overlong == "error":
         raise UserError(
@@ -126,10 +134,10 @@ def cut(tokens_T: list[int], mask_T: list[bool], data: DataConfig, place: str) -
 
 
 def nothing_left(rejects: Rejects, dropped: int, rows: str, limit: str) -> UserError:
-    """The refusal of files without a row to take. rows: their name. limit: what the dropped ones were over."""
+    """Return the error for files without a usable row. rows: a word for rows. limit: the key that dropped rows."""
     key, files = rejects.key, ", ".join(rejects.paths)
     if rejects.rows:
-        bad = f"{len(rejects.rows)} are bad, the first is {rejects.rows[0].told(rejects.paths)}"
+        bad = f"{len(rejects.rows)} are bad, the first is {rejects.rows[0].message(rejects.paths)}"
         return UserError(f"{key}: none of the {rows} of {files} is left: {bad}; {dropped} are over {limit}")
     if dropped:
         return UserError(f"{key}: all {dropped} {rows} of {files} were dropped, being over {limit}: raise it")
@@ -137,9 +145,9 @@ def nothing_left(rejects: Rejects, dropped: int, rows: str, limit: str) -> UserE
 
 
 def step_indices(num_rows: int, step: int, global_size: int, seed: int) -> np.ndarray:
-    """The rows of optimizer step `step` (from 0): int64 [global_size]. The same on every rank and for every layout.
+    """Return the rows of optimizer step `step`, from 0: int64 [global_size], the same on every rank and layout.
 
-    A pure function, so resuming needs the step's number and nothing else.
+    A pure function, so a resumed run needs no state but the number of its step.
     """
     if num_rows < 1 or global_size < 1:
         raise ValueError(f"step_indices needs num_rows={num_rows} and global_size={global_size} of at least 1")
@@ -147,9 +155,9 @@ def step_indices(num_rows: int, step: int, global_size: int, seed: int) -> np.nd
 
 
 def draw_indices(num_rows: int, start: int, count: int, seed: int) -> np.ndarray:
-    """Rows `start` to `start + count` of the stream of rows: int64 [count].
+    """Return rows `start` to `start + count` of the stream of rows: int64 [count].
 
-    The stream is epoch 0's permutation, epoch 1's, and so on; a call may reach across the border of epochs.
+    The stream is a permutation of all rows per epoch, one after the other; a call may span several epochs.
     """
     if num_rows < 1 or start < 0 or count < 1:
         raise ValueError(f"draw_indices needs num_rows={num_rows} and count={count} of at least 1, start={start} of 0")
@@ -160,14 +168,14 @@ def draw_indices(num_rows: int, start: int, count: int, seed: int) -> np.ndarray
 
 
 def steps_for_epochs(num_rows: int, epochs: float, global_size: int) -> int:
-    """Steps after which every row has been taken at least `epochs` times; the last may go into the next epoch."""
+    """Return the steps after which every row was taken at least `epochs` times. The last may begin another epoch."""
     return int(np.ceil(num_rows * epochs / global_size))
 
 
 def unigram_nats(train: TokenDataset, eval: TokenDataset, vocab_size: int) -> float:
-    """Loss on eval's targets, in nats per token, of train's token frequencies (add-one smoothed).
+    """Return the loss on eval's targets, in nats per token, of the token frequencies in train (add-one smoothed).
 
-    The best that a model can do without looking at the context: training that works ends below it.
+    No model that ignores the context does better, so a training that works ends below it.
     """
     counts = np.bincount(train.tokens[train.mask], minlength=vocab_size) + 1
     log_probability = np.log(counts) - np.log(counts.sum())

@@ -1,6 +1,6 @@
-"""The messages of a row, as every chat template takes them, and which of the assistant's turns are learned.
+"""Check and normalize the messages of a row, and decide which of the assistant's turns are learned.
 
-What a template would not read is refused by name: it would be trained without a word.
+Fields that the chat template would not read are refused by name: else the row would be trained without them in silence.
 """
 
 import json
@@ -17,17 +17,20 @@ Message = dict[str, Any]
 Messages = list[Message]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Names of one field: the template's own is given to it.
+# Names of one field. A message is renamed to the name that its chat template reads.
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-# Whether a turn is learned: OpenAI's and Mistral's name, axolotl's, ms-swift's, and verl's with slime's.
+# Fields that say whether a turn is learned: of OpenAI and Mistral, of axolotl, of ms-swift, of verl and slime.
 WEIGHTS = ("weight", "train", "loss", "loss_mask")
-SPOKEN_BY = ("role", "name", "id")  # and names that end with `_id`: nothing is lost where a template leaves them out
+SPOKEN_BY = ("role", "name", "id")  # like names that end with `_id`, these may be ignored by a template
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """messages: without null fields, content as text, arguments of tool calls as objects.
-    learned: of each message, whether it is a turn of the assistant that may hold targets."""
+    """The normalized messages of a row.
+
+    messages: messages without null fields, with content as text and arguments of tool calls as objects.
+    learned: for each message, whether it is a turn of the assistant that is learned.
+    """
 
     messages: Messages
     learned: tuple[bool, ...]
@@ -36,12 +39,15 @@ class Conversation:
         return Conversation(self.messages + other.messages, self.learned + other.learned)
 
     def context(self) -> "Conversation":
-        """The same, of which nothing is learned."""
+        """Return the same messages, none of them learned."""
         return replace(self, learned=(False,) * len(self.learned))
 
 
 def check_messages(value: Any, key: str, place: str) -> Conversation:
-    """`role` and `content` are required; a tool call may go without content. UserError names the message's field."""
+    """Return the normalized messages of column `key`.
+
+    Raises UserError, with the field, for a message without `role`, or without both `content` and tool calls.
+    """
     if not isinstance(value, list) or not value:
         kinds = "text or a list" if key in ("prompt", "completion") else "a list"
         raise UserError(f"{place}: `{key}` must be {kinds} of {{role, content}} messages, not {shown(value)}")
@@ -69,32 +75,33 @@ def check_messages(value: Any, key: str, place: str) -> Conversation:
 
 
 def take_weight(message: Message, where: str, place: str) -> bool:
-    """Whether a message may be learned; what says so is taken out of it."""
-    given = {field: message.pop(field) for field in WEIGHTS if field in message}
-    for field, weight in given.items():
+    """Remove the fields of WEIGHTS from a message, and return whether the message may be learned."""
+    weights = {field: message.pop(field) for field in WEIGHTS if field in message}
+    for field, weight in weights.items():
         if weight not in (0, 1):
             raise UserError(
                 f"{place}: `{where}.{field}` must be 0 (a turn that is not learned) or 1, not {shown(weight)}: the "
                 "loss has no other weights of turns"
             )
-    if len(set(map(bool, given.values()))) > 1:
-        raise UserError(f"{place}: `{where}` has {listed(f'{field}={given[field]}' for field in given)}: give one")
-    return all(given.values())
+    if len(set(map(bool, weights.values()))) > 1:
+        raise UserError(f"{place}: `{where}` has {listed(f'{field}={weights[field]}' for field in weights)}: give one")
+    return all(weights.values())
 
 
 def says_something(message: Message) -> bool:
-    """Whether the turn is more than its end: an empty one is context."""
+    """Return whether a turn has content. An empty turn is context and not learned."""
     return any(
         entry.strip() if isinstance(entry, str) else entry for field, entry in message.items() if not says_who(field)
     )
 
 
 def says_who(field: str) -> bool:
+    """Return whether a field names a speaker or a call, and has no content."""
     return field in SPOKEN_BY or field.endswith("_id")
 
 
 def join_parts(parts: list[Any], key: str, place: str) -> str:
-    """The text of content that is given as a list of parts, {"type": "text", "text": ...}, without anything between."""
+    """Concatenate the texts of content that is a list of parts, {"type": "text", "text": ...}. Raises UserError."""
     for number, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
         if weights := [field for field in WEIGHTS if isinstance(part, dict) and part.get(field) is not None]:
@@ -112,13 +119,14 @@ def join_parts(parts: list[Any], key: str, place: str) -> str:
 
 
 def check_calls(calls: Any, key: str, place: str) -> list[dict[str, Any]]:
-    """Tool calls whose arguments are objects: OpenAI's wire form, which agents log, has them as JSON text."""
+    """Return tool calls whose arguments are objects. Raises UserError."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) and called(call) for call in calls):
         raise UserError(
             f"{place}: `{key}` must be a list of calls, {{function: {{name, arguments}}}}, not {shown(calls)}"
         )
 
     def parse(arguments: Any, where: str) -> Any:
+        # OpenAI's wire format, which agents log, has arguments as JSON text.
         value = {} if arguments is None else arguments
         try:
             if isinstance(value, str):
@@ -133,20 +141,21 @@ def check_calls(calls: Any, key: str, place: str) -> list[dict[str, Any]]:
 
 
 def called(call: dict[str, Any]) -> bool:
-    """Whether a call says of what function."""
+    """Return whether a call names a function."""
     function = call.get("function", call)
     return isinstance(function, dict) and isinstance(function.get("name"), str) and bool(function["name"])
 
 
 def map_arguments(call: dict[str, Any], change: Callable[[Any, str], Any], where: str = "") -> dict[str, Any]:
-    """A call with other arguments, whether they stand in it or in its `function`."""
+    """Return a call with changed arguments, which are a field of the call or of its `function`."""
     if isinstance(call.get("function"), dict):
         return call | {"function": map_arguments(call["function"], change, f"{where}.function")}
     return call | {"arguments": change(call["arguments"], f"{where}.arguments")} if "arguments" in call else call
 
 
 def with_arguments_as_text(messages: Messages) -> Messages:
-    """For templates that write arguments as they are given (DeepSeek-V3): JSON text, as OpenAI's wire form has it."""
+    """Return messages with arguments of tool calls as JSON text, for templates that write arguments unchanged
+    (DeepSeek-V3)."""
 
     def text(arguments: Any, where: str) -> Any:
         return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
@@ -160,8 +169,11 @@ def with_arguments_as_text(messages: Messages) -> Messages:
 
 
 def as_named_by(template: str, messages: Messages, key: str, place: str) -> Messages:
-    """The messages, thoughts by the name that the template has for them. template: its text. UserError for a role or a
-    field that it would not read."""
+    """Return the messages with thoughts under the name that the template reads.
+
+    template: the text of the template.
+    Raises UserError for a role or a field that the template does not read.
+    """
     thoughts = [name for name in THOUGHTS if names(template, name)]
     renamed = []
     for number, message in enumerate(messages):
@@ -177,8 +189,8 @@ def as_named_by(template: str, messages: Messages, key: str, place: str) -> Mess
         if len(thoughts) == 1 and given:
             if len({message[field] for field in given}) > 1:
                 raise UserError(f"{place}: `{key}[{number}]` has several thoughts, {listed(given)}: keep one of them")
-            kept = {field: entry for field, entry in message.items() if field not in THOUGHTS}
-            message = kept | {thoughts[0]: message[given[0]]}
+            others = {field: entry for field, entry in message.items() if field not in THOUGHTS}
+            message = others | {thoughts[0]: message[given[0]]}
         renamed.append(message)
         for field, entry in message.items():
             if entry not in ("", [], {}) and field != "content" and not says_who(field) and not names(template, field):
@@ -191,5 +203,5 @@ def as_named_by(template: str, messages: Messages, key: str, place: str) -> Mess
 
 @lru_cache(maxsize=256)
 def names(template: str, word: str) -> bool:
-    """Whether the text of a template has a field, or a role, by name: `m.word`, `m['word']`, `"word" in m`."""
+    """Return whether the text of a template names a field or a role: `m.word`, `m['word']`, `"word" in m`."""
     return re.search(rf"""(?:\.\s*|['"]){re.escape(word)}(?!\w)""", template) is not None

@@ -1,4 +1,4 @@
-"""What is odd about rows that can be trained on: counted while they are read, and logged when a run begins."""
+"""Count oddities of rows that can be trained on while the rows are read, and report them when a run begins."""
 
 import hashlib
 import unicodedata
@@ -10,7 +10,7 @@ from isoloss.engine.data.messages import THOUGHTS, check_messages, says_somethin
 from isoloss.engine.data.rows import Row
 
 EMPTY_TURN, LOST_THOUGHT = "empty_turn", "lost_thought"
-TOLD = {
+MESSAGES = {
     EMPTY_TURN: "have an empty turn of the assistant, which is context and not learned: fill it in, or take it out",
     LOST_THOUGHT: "have thoughts (reasoning_content) that are not in what the chat template makes: many templates "
     "leave those of earlier turns out",
@@ -18,7 +18,7 @@ TOLD = {
 
 
 def remarks(row: Row, form: Sequence[str], tokens_T: Sequence[int], tokenizer) -> list[str]:
-    """The keys of TOLD that apply to a tokenized row. form: the columns that the row is read from."""
+    """Return the keys of MESSAGES that apply to a tokenized row. form: the columns that the row is read from."""
     learned = form[-1]
     if not isinstance(row.values[learned], list):
         return []
@@ -28,37 +28,38 @@ def remarks(row: Row, form: Sequence[str], tokens_T: Sequence[int], tokenizer) -
         if message["role"] == "assistant"
     ]
     thoughts = [turn[name] for turn in turns for name in THOUGHTS if isinstance(turn.get(name), str)]
-    found = [EMPTY_TURN] if not all(map(says_something, turns)) else []
+    names = [EMPTY_TURN] if not all(map(says_something, turns)) else []
     if any(thoughts):
         text = _letters(tokenizer.decode(tokens_T, clean_up_tokenization_spaces=False))
-        found += [LOST_THOUGHT] if not all(_letters(thought) in text for thought in thoughts) else []
-    return found
+        names += [LOST_THOUGHT] if not all(_letters(thought) in text for thought in thoughts) else []
+    return names
 
 
 def _letters(text: str) -> str:
-    """Without what templates and tokenizers change: white space, and the form of composed characters."""
+    """Return the text without what templates and tokenizers change: white space, and how characters are composed."""
     return "".join(unicodedata.normalize("NFKC", text).split())
 
 
-def told(key: str, forms: Mapping[str, int], counts: Mapping[str, int]) -> list[str]:
-    """Lines about the rows of `key`. forms: how many rows of each. counts: how many deserve a remark."""
-    lines = [f"{key}: {counts[name]:,} rows {text}" for name, text in TOLD.items() if counts.get(name)]
+def remark_lines(key: str, forms: Mapping[str, int], counts: Mapping[str, int]) -> list[str]:
+    """Return lines about the rows of `key`. forms: rows by form. counts: rows by key of MESSAGES."""
+    lines = [f"{key}: {counts[name]:,} rows {text}" for name, text in MESSAGES.items() if counts.get(name)]
     if len(forms) > 1:
-        each = ", ".join(f"{count:,} rows of {form}" for form, count in forms.items())
-        lines.insert(0, f"{key}: several forms: {each}")
+        rows_by_form = ", ".join(f"{count:,} rows of {form}" for form, count in forms.items())
+        lines.insert(0, f"{key}: several forms: {rows_by_form}")
     return lines
 
 
 def digest(tokens_T: np.ndarray) -> bytes:
-    """The same for rows of the same tokens."""
+    """Return a hash of the tokens of a row."""
     return hashlib.blake2b(np.ascontiguousarray(tokens_T, "<i4").data, digest_size=16).digest()
 
 
-def repeats_told(train: Iterable[bytes], held_out: Iterable[bytes], taken: int, row: str, step: str) -> list[str]:
-    """Lines about rows that a run sees more often than their number says.
+def repeat_lines(train: Iterable[bytes], held_out: Iterable[bytes], taken: int, row: str, step: str) -> list[str]:
+    """Return lines about rows that a run sees more than once an epoch, or both in training and in evaluation.
 
-    train, held_out: digests of the rows of data.train and data.eval. taken: rows of a step, batch.global_size.
-    row, step: what they are called.
+    train, held_out: digests of the rows of data.train and data.eval.
+    taken: rows of a step, batch.global_size.
+    row, step: words for a row and a step in the lines.
     """
     train, held_out = list(train), list(held_out)
     known, lines = set(train), []
@@ -69,7 +70,7 @@ def repeats_told(train: Iterable[bytes], held_out: Iterable[bytes], taken: int, 
         )
     if repeated := len(train) - len(known):
         lines.append(f"data: {repeated:,} of {len(train):,} {row}s of data.train repeat an earlier one")
-    if both := sum(each in known for each in held_out):
+    if both := sum(row_digest in known for row_digest in held_out):
         lines.append(
             f"data: {both:,} of {len(held_out):,} {row}s of data.eval are in data.train as well: evaluations are not "
             "of what the model has not seen"

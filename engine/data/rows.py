@@ -1,6 +1,6 @@
-"""Files of rows: JSON Lines and Parquet, read one row at a time, every mistake told with its file and line.
+"""Read JSON Lines and Parquet files one row at a time; every error names the file and the line.
 
-A row that cannot be read must not end the reading of its file: a reader gives every row unread, with its place.
+Reading yields unparsed rows with their places, so that a row that cannot be parsed does not end the reading of a file.
 """
 
 import difflib
@@ -16,28 +16,29 @@ from isoloss.parallel.runtime.errors import UserError
 
 JSON_LINES, PARQUET = (".jsonl", ".json-lines"), (".parquet",)
 Parse = Callable[[str], dict[str, Any]]
-# Of objects and lists in a row. Fixed, so that no row is refused for the depth of the call that reads it, and far from
-# the depth at which reading, copying or rendering one ends in a RecursionError.
+# Nesting of objects and lists in a row. A constant, so that whether a row is refused does not depend on the depth of
+# the call that reads it; far below the depth at which parsing, copying or rendering ends in a RecursionError.
 MAX_DEPTH = 100
-# Columns of Parquet whose objects differ in their fields, within a file.
+# Columns of Parquet whose objects have different fields within a file.
 NESTED = ("messages", "prompt", "completion", "tools")
-# What a Parquet file may hold: a few bytes of it can stand for terabytes of the same text. No real one comes near, also
-# where all rows repeat a long system prompt.
+# Bytes in memory per byte of a Parquet file, and bytes that any file may have: compression lets a few bytes stand for
+# terabytes of the same text. No real file comes near, not even one whose rows all repeat a long system prompt.
 MAX_GROWTH, FREE_BYTES = 10_000, 64 << 20
-BATCH_ROWS = 64  # that are in memory together
-MAX_DIGITS = 500  # of an integer, for the same reason: Python's own limit depends on the environment
+BATCH_ROWS = 64  # rows in memory at a time
+MAX_DIGITS = 500  # digits of an integer. A constant, as Python's own limit can be changed in the environment
 
-_PICTURE = reprlib.Repr()
-_PICTURE.maxlevel = 4
-_PICTURE.maxstring = _PICTURE.maxother = _PICTURE.maxlong = 200
-_PICTURE.maxlist = _PICTURE.maxdict = _PICTURE.maxtuple = 20
+_REPR = reprlib.Repr()
+_REPR.maxlevel = 4
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 200
+_REPR.maxlist = _REPR.maxdict = _REPR.maxtuple = 20
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row as it stands in its file. `place` is "file:line" (JSON Lines) or "file: row n" (Parquet), from 1.
+    """One row as its file has it.
 
-    Keys whose value is null are left out: Parquet gives every row every column of the file.
+    place: "file:line" (JSON Lines) or "file: row n" (Parquet), counted from 1.
+    values: the columns whose value is not null. Parquet gives every row all columns of the file.
     """
 
     place: str
@@ -46,11 +47,12 @@ class Row:
 
 @dataclass(frozen=True)
 class UnreadRow:
-    """A row of which the place is known, and not yet whether it is one.
+    """A row whose place is known, but that is not parsed yet.
 
-    file: which of the files that are read, from 0.
-    number: of the line or the row in it, from 1.
-    parse: given the place for its messages, the row's values, or UserError.
+    path: the row's file.
+    file: index of that file among the files that are read, from 0.
+    number: number of the line or row in the file, from 1.
+    parse: function of the place that returns the row's values or raises UserError.
     """
 
     path: str
@@ -63,12 +65,13 @@ class UnreadRow:
         return place_of(self.path, self.number)
 
     def read(self) -> Row:
-        """Raises UserError, with the place, where there is no row that can be read."""
+        """Parse the row. Raises UserError, with the place, if it is no valid row."""
         values = self.parse(self.place)
         return Row(self.place, {name: value for name, value in values.items() if value is not None})
 
 
 def place_of(path: str, number: int) -> str:
+    """Return how messages name a row: "file:line", or "file: row n" for Parquet."""
     return f"{path}: row {number}" if is_parquet(path) else f"{path}:{number}"
 
 
@@ -77,7 +80,7 @@ def is_parquet(path: str) -> bool:
 
 
 def check_paths(paths: Sequence[str], key: str) -> None:
-    """UserError unless each of the files exists and is of a kind that `unread_rows` reads. `key`: "data.train" ..."""
+    """Raise UserError unless each file exists and is of a kind that `unread_rows` reads. key: such as "data.train"."""
     if not paths:
         raise UserError(f"{key} is empty: give one or more {kinds()} files")
     for name in paths:
@@ -91,11 +94,12 @@ def check_paths(paths: Sequence[str], key: str) -> None:
 
 
 def kinds() -> str:
+    """Return the kinds of files that can be read, for a message."""
     return f"JSON Lines ({', '.join(JSON_LINES)}) or Parquet ({', '.join(PARQUET)})"
 
 
 def similar_files(path: Path) -> str:
-    """The hint for a path that does not exist: names around it that look alike, where there are any."""
+    """Return the hint for a path that does not exist: similar names in the same folder, if there are any."""
     if not path.parent.is_dir():
         return f"; there is no folder {path.parent} either: correct the path"
     names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
@@ -106,7 +110,10 @@ def similar_files(path: Path) -> str:
 
 
 def unread_rows(paths: Sequence[str], key: str) -> Iterator[UnreadRow]:
-    """Rows of all files in the order given. Blank JSON lines are skipped (but counted as lines)."""
+    """Yield the rows of all files in the order given. Blank lines of JSON Lines are skipped, but counted as lines.
+
+    Raises UserError for a file that is missing, of another kind, or damaged.
+    """
     check_paths(paths, key)
     for file, path in enumerate(paths):
         rows = parquet_rows(path, key) if is_parquet(path) else json_rows(path)
@@ -115,7 +122,7 @@ def unread_rows(paths: Sequence[str], key: str) -> Iterator[UnreadRow]:
 
 
 def count_rows(paths: Sequence[str]) -> int:
-    """How many rows `unread_rows` gives of files that can be read."""
+    """Return the number of rows that `unread_rows` yields for files that can be read."""
     import pyarrow.parquet as pq
 
     counts = []
@@ -129,6 +136,7 @@ def count_rows(paths: Sequence[str]) -> int:
 
 
 def json_rows(path: str) -> Iterator[tuple[int, Parse]]:
+    """Yield (line number, parse) of every line that is not blank."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -136,8 +144,9 @@ def json_rows(path: str) -> Iterator[tuple[int, Parse]]:
 
 
 def json_values(line: bytes, place: str) -> dict[str, Any]:
+    """Parse a line of JSON Lines into a row's values. Raises UserError."""
     try:
-        text = line.rstrip(b"\r\n").decode("utf-8-sig")  # files that were joined have such a mark amid them
+        text = line.rstrip(b"\r\n").decode("utf-8-sig")  # concatenated files have byte-order marks in their middle
     except UnicodeDecodeError as error:
         raise UserError(f"{place}: not UTF-8 at byte {error.start} of the line: save it as UTF-8") from None
     try:
@@ -150,9 +159,11 @@ def json_values(line: bytes, place: str) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """A value from JSON text. Raises ValueError, with a short reason, where it is not JSON, and for what no row may
-    hold: half of a character, which no tokenizer takes; a key that stands twice, so that nobody knows which is meant;
-    more than MAX_DEPTH levels or MAX_DIGITS digits."""
+    """Parse JSON text. Raises ValueError, with a short reason, if the text is not JSON or holds what no row may hold:
+
+    half of a surrogate pair, which no tokenizer takes; a key twice in an object, as its meaning is unknown; more than
+    MAX_DEPTH levels; a number of more than MAX_DIGITS digits.
+    """
     too_deep = f"JSON of more than {MAX_DEPTH} levels"
     try:
         value = json.loads(text, object_pairs_hook=_object, parse_int=_integer)
@@ -187,8 +198,8 @@ def _integer(digits: str) -> int:
 def _depth_exceeds(value: Any, most: int) -> bool:
     level = [value]
     for _ in range(most):
-        level = [inner for each in level for inner in _parts(each)]
-    return any(isinstance(each, (dict, list)) for each in level)
+        level = [inner for outer in level for inner in _parts(outer)]
+    return any(isinstance(inner, (dict, list)) for inner in level)
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -196,6 +207,7 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def parquet_rows(path: str, key: str) -> Iterator[tuple[int, Parse]]:
+    """Yield (row number, parse) of every row. Raises UserError, with `key`, for a file that is damaged or too large."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -220,6 +232,7 @@ def parquet_rows(path: str, key: str) -> Iterator[tuple[int, Parse]]:
 
 
 def parquet_values(batch: Any, index: int, place: str) -> dict[str, Any]:
+    """Convert row `index` of a record batch into plain values. Raises UserError."""
     values = {}
     for name, column in zip(batch.schema.names, batch.columns):
         try:
@@ -235,7 +248,7 @@ def parquet_values(batch: Any, index: int, place: str) -> dict[str, Any]:
 
 
 def as_text(scalar: Any) -> str | None:
-    """Of a time that is finer than Python's; None of what Arrow cannot write as text either."""
+    """Return a scalar that Python has no type for, such as a time in nanoseconds, as text; None if Arrow cannot."""
     import pyarrow as pa
 
     for kind in (pa.string(), pa.int64()):
@@ -247,24 +260,25 @@ def as_text(scalar: Any) -> str | None:
 
 
 def without_nulls(value: Any) -> Any:
-    """Objects without the fields that are null, at every depth: Arrow gives every object the fields of all objects of
-    its column, and a chat template would write them."""
+    """Remove fields that are null from objects, at every depth."""
+    # Arrow gives every object the fields of all objects of its column, and a chat template would write the nulls.
     if isinstance(value, dict):
         return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def shown(value: Any, length: int = 60) -> str:
-    """A value as an error message shows it: its type and a short one-line picture."""
-    text = _PICTURE.repr(value)
+    """Return a value as an error message shows it: its type and a short representation on one line."""
+    text = _REPR.repr(value)
     return f"{type(value).__name__} {text if len(text) <= length else text[:length] + '...'}"
 
 
 def listed(names: Iterable[str], length: int = 200) -> str:
-    """Names as an error message lists them, on one line, however long they are."""
+    """Return names as an error message lists them: on one line of at most about `length` characters."""
     text = " ".join(", ".join(names).split())
     return text if len(text) <= length else text[:length] + "..."
 
 
 def one_line(error: BaseException, length: int = 200) -> str:
+    """Return the type and text of an error on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:length]

@@ -1,4 +1,4 @@
-"""The first rows as the model gets them: their text, special tokens visible, with the trained tokens marked."""
+"""Show the first rows as the model gets them: their text with special tokens, the trained tokens marked."""
 
 import itertools
 import sys
@@ -8,44 +8,45 @@ from collections.abc import Sequence
 from isoloss.engine.config.schema import DataConfig
 from isoloss.parallel.runtime import environment
 
-ON_A_TERMINAL = 2  # rows, where data.show_rows does not say
-MOST = 800  # characters of a run of tokens; of a longer one, its ends
+ON_A_TERMINAL = 2  # rows shown on a terminal if data.show_rows is null
+MOST = 800  # characters shown of a run of tokens; a longer run is cut in its middle
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 
 def rows_to_show(data: DataConfig) -> int:
-    """data.show_rows, or what it is by default where standard output goes."""
+    """Return data.show_rows, or its default, which depends on whether standard output is a terminal."""
     if data.show_rows is not None:
         return data.show_rows
     return ON_A_TERMINAL if sys.stdout.isatty() else 0
 
 
 def coloured() -> bool:
-    """Whether targets are marked by colour (https://no-color.org)."""
+    """Return whether targets are marked by colour (https://no-color.org)."""
     return sys.stdout.isatty() and not environment.variable("NO_COLOR")
 
 
 def shown_row(place: str, tokens_T: Sequence[int], mask_T: Sequence[bool], tokenizer, colour: bool) -> list[str]:
-    """Lines for the user. mask_T: which tokens are targets."""
+    """Return lines for the user. mask_T: True at targets."""
     marks = (GREEN, PLAIN) if colour else ("[[", "]]")
     text = ""
-    for target, run in itertools.groupby(zip(mask_T, tokens_T), key=lambda each: each[0]):
+    for target, run in itertools.groupby(zip(mask_T, tokens_T), key=lambda token: token[0]):
         piece = printable(tokenizer.decode([token for _, token in run], clean_up_tokenization_spaces=False))
         text += piece.join(marks) if target else piece
     targets = sum(mask_T)
     flag = ": no target" if not targets else ": all targets" if targets >= len(mask_T) - 1 else ""
-    said = f"row {place}: {len(tokens_T):,} tokens, {targets:,} targets {'in green' if colour else 'in [[ ]]'}{flag}"
-    return [said, textwrap.indent(text, "  ")]
+    head = f"row {place}: {len(tokens_T):,} tokens, {targets:,} targets {'in green' if colour else 'in [[ ]]'}{flag}"
+    return [head, textwrap.indent(text, "  ")]
 
 
 def shown_prompt(place: str, tokens_T: Sequence[int], tokenizer) -> list[str]:
+    """Return lines for the user about a prompt of reinforcement learning."""
     text = printable(tokenizer.decode(list(tokens_T), clean_up_tokenization_spaces=False))
     return [f"prompt {place}: {len(tokens_T):,} tokens", textwrap.indent(text, "  ")]
 
 
 def printable(text: str) -> str:
-    """What a terminal takes for text: control characters of a row, and what standard output cannot write, are written
-    as Python does. A long text is cut in its middle."""
+    """Return a text that is safe to print: escaped where it has control characters, or characters that the encoding of
+    standard output lacks, and cut in its middle if it is long."""
     if len(text) > MOST:
         text = f"{text[: MOST // 2]} ... {len(text) - MOST:,} characters ... {text[-MOST // 2 :]}"
     text = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

@@ -1,7 +1,7 @@
-"""The script that tries a chat template, run by its path: python template_render.py DESCRIPTOR SECONDS BYTES CHARACTERS
+"""Try a chat template within limits. A script: python template_render.py DESCRIPTOR SECONDS BYTES CHARACTERS
 
-It imports jinja2 and the standard library alone, and renders as transformers does, as far as it matters for the time
-and memory that a template takes. Status 70: more than BYTES or CHARACTERS; by a signal: more than SECONDS.
+Imports jinja2 and the standard library alone. Renders like transformers as far as time and memory are concerned.
+DESCRIPTOR: an open file with the template. Exit status 70: more than BYTES or CHARACTERS; a signal: more than SECONDS.
 """
 
 import datetime
@@ -27,7 +27,7 @@ TALKS: tuple[dict[str, Any], ...] = (
 
 
 class Generation(Extension):
-    """{% generation %}, by which transformers finds what the assistant says: here its body alone."""
+    """Parses {% generation %}, which marks the assistant's words for transformers; renders its body alone."""
 
     tags: ClassVar[set[str]] = {"generation"}
 
@@ -62,7 +62,7 @@ def main() -> None:
                     raise MemoryError
         except MemoryError:
             os._exit(os.EX_SOFTWARE)
-        except Exception:  # whatever else fails is for the rendering of a row to say
+        except Exception:  # other errors are reported when a row is rendered
             continue
     os._exit(0)
 

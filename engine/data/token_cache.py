@@ -1,4 +1,4 @@
-"""Tokenized rows on disk, read back as memory maps: a folder whose name says all that the tokens depend on."""
+"""Keep tokenized rows on disk, in a folder named by a hash of all that they depend on, and load them as memory maps."""
 
 import contextlib
 import fcntl
@@ -21,16 +21,16 @@ from isoloss.engine.data.bad_rows import Reject
 from isoloss.engine.data.token_dataset import ARRAYS, DataStats, TokenDataset
 from isoloss.parallel.runtime.errors import UserError
 
-FORMAT = 6  # of the folder and of the tokenization; a new number leaves old folders unread
+FORMAT = 6  # version of the folder's files and of the tokenization; folders of other versions are not read
 
 
 def cache_key(paths: Sequence[str], tokenizer_dir: str, **options) -> str:
-    """Name of the cache folder: everything that the tokens depend on, file contents rather than names."""
+    """Return the name of the cache folder: a hash of all that the tokens depend on, contents of files but no names."""
     tokenizer_files = tokenizer_configuration(Path(tokenizer_dir))
     parts = {
         "format": FORMAT,
         "versions": [version("transformers"), version("tokenizers")],
-        # A row's kind of file matters, and so does the order of the files.
+        # The suffix decides how a file is parsed. The order of the files is that of the rows.
         "data": [[Path(path).suffix.lower(), file_hash(Path(path))] for path in paths],
         "tokenizer": {str(path.relative_to(tokenizer_dir)): file_hash(path) for path in tokenizer_files},
         "options": options,
@@ -39,7 +39,7 @@ def cache_key(paths: Sequence[str], tokenizer_dir: str, **options) -> str:
 
 
 def tokenizer_configuration(folder: Path) -> list[Path]:
-    """The files of a model folder that a tokenizer may read: anything small, no weights and no weight index."""
+    """Return the files of a model folder that a tokenizer may read: no weights, and no index of weights."""
     suffixes = (".json", ".jinja", ".model", ".txt", ".tiktoken")
     if not folder.is_dir():
         return []
@@ -53,10 +53,12 @@ def file_hash(path: Path) -> str:
 
 
 def write_cache(folder: Path, dataset: TokenDataset) -> None:
-    """Write under a name of this process's own, then rename: a folder of the right name is complete. Raises UserError,
-    and leaves nothing, where the disk refuses."""
+    """Write the cache folder under a name of this process, then rename it: a folder under its final name is complete.
+
+    Raises UserError, and leaves no file, if the disk refuses.
+    """
     temporary = folder.with_name(f".{folder.name}.{platform.node()}-{os.getpid()}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a killed process that had the same number
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process of the same number
     try:
         _fill(temporary, dataset)
     except OSError as problem:
@@ -67,19 +69,20 @@ def write_cache(folder: Path, dataset: TokenDataset) -> None:
         ) from None
     if load_cached(folder, dataset.paths) is None:
         aside = temporary.with_suffix(".damaged")
-        with contextlib.suppress(OSError):  # nothing is there
+        with contextlib.suppress(OSError):  # there is no damaged folder
             os.rename(folder, aside)
         with contextlib.suppress(OSError):
-            # Put there since by another machine that shares this file system, which reads it now.
+            # A machine that shares this file system has written it since, and may be reading it.
             if load_cached(aside, dataset.paths) is not None:
                 os.rename(aside, folder)
-        with contextlib.suppress(OSError):  # another machine was faster, with the same contents
+        with contextlib.suppress(OSError):  # another machine was faster and wrote the same contents
             os.rename(temporary, folder)
         shutil.rmtree(aside, ignore_errors=True)
     shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _fill(folder: Path, dataset: TokenDataset) -> None:
+    """Write the arrays and meta.json, with the arrays' checksums, into a new folder."""
     folder.mkdir(parents=True)
     checksums = {}
     for name, dtype in ARRAYS.items():
@@ -94,9 +97,9 @@ def _fill(folder: Path, dataset: TokenDataset) -> None:
 
 
 def load_cached(folder: Path, paths: Sequence[str]) -> TokenDataset | None:
-    """The data set of a cache folder, memory-mapped; None where it is missing, incomplete or damaged.
+    """Return the data set of a cache folder, memory-mapped; None if the folder is missing, incomplete or damaged.
 
-    paths: what its files are called now.
+    paths: today's names of the files that were tokenized.
     """
     try:
         meta = json.loads((folder / "meta.json").read_text())
@@ -104,10 +107,15 @@ def load_cached(folder: Path, paths: Sequence[str]) -> TokenDataset | None:
             if checksum(folder / f"{name}.npy") != meta["crc32"][name]:
                 return None
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
-        rejects = [Reject(**reject) for reject in meta["rejects"]]
-        stats = DataStats(**meta["stats"])
-        kept = {name: meta[name] for name in ("fingerprint", "unused", "turn_ends")}
-        return TokenDataset(**arrays, paths=paths, stats=stats, rejects=rejects, **kept)
+        return TokenDataset(
+            **arrays,
+            paths=tuple(paths),
+            stats=DataStats(**meta["stats"]),
+            fingerprint=meta["fingerprint"],
+            rejects=tuple(Reject(**reject) for reject in meta["rejects"]),
+            unused=tuple(meta["unused"]),
+            turn_ends=meta["turn_ends"],
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -118,20 +126,18 @@ def checksum(path: Path) -> int:
 
 @contextlib.contextmanager
 def exclusively(folder: Path) -> Iterator[None]:
-    """One process of this machine at a time, for one cache folder.
-
-    The lock lies in the system's temporary folder: a process that is killed while it waits (torchrun does that to the
-    others when one rank fails) leaves nothing where the run writes. Everybody may write there: the lock has a folder of
-    this user alone, no link is followed, and it is deleted again.
-    """
+    """Run the block in one process of this machine at a time, per cache folder. Raises UserError."""
+    # The lock is in the system's temporary folder: a process that is killed while it waits (torchrun kills all ranks if
+    # one fails) leaves no file where the run writes. Any user may write there, so the lock is in a folder of this user
+    # alone, no link is followed, and the file is deleted afterwards.
     digest = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
     path = own_temporary_folder() / f"{digest}.lock"
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the file closes, or the process dies
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, or the process dies
             if not is_of(lock, path):
-                continue  # whoever held it has deleted it
+                continue  # its holder has deleted the file since
             try:
                 yield
             finally:
@@ -142,6 +148,7 @@ def exclusively(folder: Path) -> Iterator[None]:
 
 
 def is_of(descriptor: int, path: Path) -> bool:
+    """Return whether an open file is the one that `path` names now."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
@@ -149,11 +156,11 @@ def is_of(descriptor: int, path: Path) -> bool:
 
 
 def own_temporary_folder() -> Path:
-    """A folder in the system's temporary one that nobody else may enter. Raises UserError where its name is taken."""
+    """Return a temporary folder that only this user may enter. Raises UserError if another user has taken its name."""
     folder = Path(tempfile.gettempdir()) / f"isoloss-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise UserError(f"{folder} is not a folder of yours alone: delete it, or set TMPDIR to another folder")
     return folder

@@ -1,4 +1,4 @@
-"""Which tokens end the assistant's turns in a chat template: found once, by conversations that it is tried on."""
+"""Find the tokens that end the assistant's turns in a chat template, by rendering example conversations once."""
 
 import json
 from bisect import bisect_left
@@ -13,10 +13,11 @@ from isoloss.parallel.runtime.errors import UserError
 
 @dataclass(frozen=True)
 class TurnEnds:
-    """Token ids that end the assistant's turns, of a chat template.
+    """Token ids that end the assistant's turns in a chat template.
 
-    amid: turns that another message follows. last: the last turn of a conversation, which is what a model generates.
-    follows: whether the token is the next role's, so that the last turn of a rendering lacks it (GLM-4.5).
+    amid: ids after turns that another message follows.
+    last: ids after the last turn of a conversation, as a model generates it.
+    follows: whether the id is the first of the next role's header, so that a rendered last turn lacks it (GLM-4.5).
     """
 
     amid: frozenset[int] = frozenset()
@@ -38,8 +39,10 @@ LOOK = {"type": "function", "function": {"name": "look", "description": "looks",
 
 
 def ends_of_turns(template: Template, calls: bool) -> TurnEnds:
-    """What ends turns that answer, or turns that call tools; nothing where the template has no token for it, or refuses
-    such turns."""
+    """Return the ends of turns that answer, or with `calls` of turns that call tools.
+
+    They are empty if the template has no such token, or refuses such turns.
+    """
     return _ends_of_turns(
         template.tokenizer,
         template.text,
@@ -55,19 +58,19 @@ def _ends_of_turns(tokenizer: Any, text: str, kwargs: str, tools: bool, calls: b
     talk = [ASKED, CALLED, FOUND, ANSWER] if calls else [ASKED, ANSWERED, ASKED, ANSWER]
     try:
         talk = as_the_template_reads(talk, "messages", template, "")
-        alone, whole = template(talk[:2], tokenize=False), template(talk, tokenize=False)
+        alone, continued = template(talk[:2], tokenize=False), template(talk, tokenize=False)
         opening = generation_prompt(template)
-    except UserError:  # it has demands that these conversations do not meet
-        alone = whole = opening = ""
-    if WORD not in alone or WORD not in whole:
+    except UserError:  # the template demands what these conversations lack
+        alone = continued = opening = ""
+    if WORD not in alone or WORD not in continued:
         end = frozenset(() if calls or tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))
         return TurnEnds(end, end)
     special = special_ids(tokenizer) | {tokenizer.eos_token_id}
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
     after = encode(alone[alone.rindex(WORD) + len(WORD) :])
-    between = whole[whole.rindex(WORD) + len(WORD) :]
+    between = continued[continued.rindex(WORD) + len(WORD) :]
     between = encode(between[: between.index("Hello")] if "Hello" in between else between)
-    shared = in_common(after, between)
+    shared = common_prefix(after, between)
     ends = [token for token in after[:shared] if token in special]
     if ends:
         return TurnEnds(frozenset(ends[-1:]), frozenset(ends[-1:]))
@@ -75,14 +78,14 @@ def _ends_of_turns(tokenizer: Any, text: str, kwargs: str, tools: bool, calls: b
     last = [token for token in after if token in special]
     amid = [token for token in between if token in special]
     if last:
-        # Another token may end turns amid a conversation than the last (gpt-oss), in its very place.
+        # Turns amid a conversation may end with another token than the last turn, in the same position (gpt-oss).
         in_place = between[shared : shared + 1] == amid[:1] != opener and after[shared : shared + 1] == last[:1]
         return TurnEnds(frozenset(amid[:1] if in_place else ()), frozenset(last[:1]))
     return TurnEnds(frozenset(amid[:1]), frozenset(amid[:1]), True) if amid and amid[:1] != opener else TurnEnds()
 
 
 def turn_ends(tokenizer: Any, template_kwargs: Mapping[str, Any] = NOTHING) -> dict[str, int]:
-    """Tokens, with their ids, that end what a model says that learned from such turns."""
+    """Return the ids, by token, that end the answers of a model trained on such turns."""
     ends = {tokenizer.eos_token_id} - {None}
     if tokenizer.chat_template:
         template = Template(tokenizer, "the chat template", None, template_kwargs)
@@ -91,7 +94,7 @@ def turn_ends(tokenizer: Any, template_kwargs: Mapping[str, Any] = NOTHING) -> d
 
 
 def generation_prompt(template: Template) -> str:
-    """What the template adds where the assistant is to speak."""
+    """Return the text that the template appends to a conversation before the assistant's turn."""
     return _generation_prompt(template.tokenizer, template.text, json.dumps(dict(template.kwargs), sort_keys=True))
 
 
@@ -100,14 +103,15 @@ def _generation_prompt(tokenizer: Any, text: str, kwargs: str) -> str:
     template = Template(tokenizer, "the chat template", None, json.loads(kwargs))
     without = template([ASKED], tokenize=False)
     prompt = template([ASKED], tokenize=False, add_generation_prompt=True)
-    return prompt[in_common(without, prompt) :]
+    return prompt[common_prefix(without, prompt) :]
 
 
-def in_common(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How long the longest beginning is that both have."""
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Return the length of the longest common prefix."""
     return bisect_left(range(min(len(a), len(b))), True, key=lambda n: a[: n + 1] != b[: n + 1])
 
 
 @lru_cache(maxsize=4)
 def special_ids(tokenizer) -> frozenset[int]:
+    """Return the ids of the tokenizer's special tokens."""
     return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)

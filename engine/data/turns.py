@@ -1,8 +1,8 @@
-"""A conversation -> its tokens, and which of them are targets.
+"""Tokenize a conversation, and find the targets among its tokens.
 
-One rendering gives the tokens. In a second one a word stands at the end of every message, and says where each message
-ends in the first. What the template adds before the assistant speaks says where a turn begins; it is rendered once for
-every role that a turn can follow. So a row takes as many renderings whatever the number of its turns.
+One rendering gives the tokens. A second rendering, with a marker word at the end of every message, gives the positions
+where messages end. A turn begins after the generation prompt, which is rendered once per role that a turn can follow.
+So the number of renderings does not grow with the number of turns.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Any
 
 from isoloss.engine.data.chat_template import Template, check_asked
 from isoloss.engine.data.messages import Conversation, Messages
-from isoloss.engine.data.turn_ends import TurnEnds, ends_of_turns, generation_prompt, in_common, special_ids
+from isoloss.engine.data.turn_ends import TurnEnds, common_prefix, ends_of_turns, generation_prompt, special_ids
 from isoloss.parallel.runtime.errors import UserError
 
 TokensAndMask = tuple[list[int], list[bool]]
@@ -22,7 +22,7 @@ GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 def tokenize_chat(conversation: Conversation, template: Template) -> TokensAndMask:
-    """Token ids [T] and mask [T] of the turns that are learned. UserError names the row and the turn."""
+    """Return token ids [T] and the mask [T] of the learned turns. Raises UserError, with the row and the turn."""
     rendered = Rendered(conversation.messages, template)
     check_asked(conversation.messages, rendered.written, template.place)
     if GENERATION_MARK.search(template.text) and maps_characters(template.tokenizer):
@@ -31,7 +31,7 @@ def tokenize_chat(conversation: Conversation, template: Template) -> TokensAndMa
     for turn, learned in enumerate(conversation.learned):
         if learned:
             begin, end = rendered.begin(turn), rendered.end(turn)
-            if end is None:  # the next role's token, which only a turn that goes on would show
+            if end is None:  # the turn ends with the next role's token, which the last turn lacks
                 (last,) = rendered.ends(turn).last
                 ids, mask_T, end = [*ids, last], [*mask_T, True], len(ids) + 1
             mask_T[begin:end] = [True] * (end - begin)
@@ -39,7 +39,7 @@ def tokenize_chat(conversation: Conversation, template: Template) -> TokensAndMa
 
 
 def marked_turns(conversation: Conversation, rendered: "Rendered") -> TokensAndMask:
-    """Targets as the template's `{% generation %}` blocks mark them, each with the token that ends it."""
+    """Return the targets that the template's `{% generation %}` blocks mark, each block with the token that ends it."""
     template = rendered.template
     out = template(conversation.messages, return_dict=True, return_assistant_tokens_mask=True)
     ids, mask_T = list(out["input_ids"]), [bool(m) for m in out["assistant_masks"]]
@@ -57,7 +57,7 @@ def marked_turns(conversation: Conversation, rendered: "Rendered") -> TokensAndM
 
 
 def runs(mask_T: Sequence[bool]) -> list[tuple[int, int]]:
-    """[begin, end) of what is True without a gap."""
+    """Return [begin, end) of every run of True."""
     edges = [i for i in range(len(mask_T) + 1) if (i < len(mask_T) and mask_T[i]) != (i > 0 and mask_T[i - 1])]
     return list(zip(edges[::2], edges[1::2]))
 
@@ -66,10 +66,11 @@ def runs(mask_T: Sequence[bool]) -> list[tuple[int, int]]:
 
 
 @dataclass
-class Speaks:
-    """What stands between the end of a message and the assistant's words where a prompt is rendered.
+class GenerationPrompt:
+    """The text between the end of a message of one role and the assistant's words, as a prompt renders it.
 
-    seen: how many of its characters turns of the row begin with.
+    text: that text.
+    seen: numbers of characters of `text` with which turns of this row were found to begin.
     """
 
     text: str
@@ -77,65 +78,65 @@ class Speaks:
 
 
 class Rendered:
-    """The messages of a row as a template renders them."""
+    """Renders the messages of a row, and finds where turns begin and end. prompt: append the generation prompt."""
 
     def __init__(self, messages: Messages, template: Template, prompt: bool = False):
-        """prompt: with what is added where the assistant is to speak."""
         self.messages, self.template, self._prompt = messages, template, prompt
-        self._speaks: dict[str, Speaks] = {}
+        self._prompts: dict[str, GenerationPrompt] = {}  # by the role of the message before
         self._begins: dict[int, int] = {}
 
     @cached_property
     def written(self) -> str:
+        """Return the rendered text."""
         return self._render(self.messages, self._prompt)
 
-    # A template that marks its turns is asked for neither, unless a turn is not learned.
+    # Computed on demand: a template that marks its turns needs the next two only if a turn is not learned.
     @cached_property
     def text(self) -> "Text":
+        """Return the rendered text with its tokens."""
         return Text(self.written, self.template.tokenizer)
 
     @cached_property
     def _content_ends(self) -> dict[int, int]:
+        """Return where the contents of turns and of their neighbours end in the text, by message, if known."""
         count = len(self.messages)
-        turns = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"] + [
-            count
-        ] * self._prompt
+        turns = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        turns += [count] * self._prompt
         return self._find_ends({j for i in turns for j in (i - 1, i, i + 1) if 0 <= j < count})
 
     def _render(self, messages: Messages, prompt: bool = False) -> str:
         return self.template(messages, tokenize=False, add_generation_prompt=prompt)
 
-    def _find_ends(self, wanted: Iterable[int]) -> dict[int, int]:
-        """Where the content of messages ends in the text. Those are missing that have none, or whose content the
-        template does more with than to write it."""
-        wanted = [i for i in wanted if self.messages[i].get("content", "").strip()]
-        number = next(n for n in range(10**9) if f"Quartz{n}q" not in self.text.text)
-        found = self._ends_together(wanted, f"Quartz{number}q")
-        if found is None:
-            alone = (self._ends_together([i], f"Quartz{number}q") for i in wanted)
-            found = {i: end for ends in alone for i, end in (ends or {}).items()}
-        return found
+    def _find_ends(self, numbers: Iterable[int]) -> dict[int, int]:
+        """Return where the contents of these messages end in the text, but for those that the template changes."""
+        numbers = [i for i in numbers if self.messages[i].get("content", "").strip()]
+        suffix = next(n for n in range(10**9) if f"Quartz{n}q" not in self.text.text)
+        word = f"Quartz{suffix}q"
+        ends = self._ends_together(numbers, word)
+        if ends is None:
+            ends = {i: end for i in numbers for end in (self._ends_together([i], word) or {}).values()}
+        return ends
 
-    def _ends_together(self, wanted: Sequence[int], word: str) -> dict[int, int] | None:
-        """None where the rendering with words at the ends of these messages is another but for the words."""
+    def _ends_together(self, numbers: Sequence[int], word: str) -> dict[int, int] | None:
+        """Return where these contents end, by a rendering with `word` after each; None if it changes more than that."""
         messages = list(self.messages)
-        for i in wanted:
+        for i in numbers:
             content = messages[i]["content"]
-            spoken = content.rstrip()
-            messages[i] = messages[i] | {"content": f"{spoken}{word}{i}z{content[len(spoken) :]}"}
+            stripped = content.rstrip()
+            messages[i] = messages[i] | {"content": f"{stripped}{word}{i}z{content[len(stripped) :]}"}
         try:
             pieces = re.split(rf"{word}(\d+)z", self._render(messages, self._prompt))
-        except UserError:  # the template looks at what a message says
+        except UserError:  # the template depends on the content of a message
             return None
-        found, end = {}, 0
+        ends, end = {}, 0
         for piece, number in zip(pieces[::2], pieces[1::2]):
             end += len(piece)
-            found[int(number)] = end  # the last place, where a message is written more than once
+            ends[int(number)] = end  # the last one, if the template writes a message more than once
         same = "".join(pieces[::2]) == self.text.text
-        return found if same and found.keys() == set(wanted) else None
+        return ends if same and ends.keys() == set(numbers) else None
 
     def begin(self, turn: int) -> int:
-        """The first token of a turn: what follows the longest beginning that it shares with the prompt before it."""
+        """Return the first token of a turn: the one after the longest prefix that text and prompt have in common."""
         return self.text.token_at(self._begin(turn))
 
     def _begin(self, turn: int) -> int:
@@ -144,64 +145,70 @@ class Rendered:
         return self._begins[turn]
 
     def _find_begin(self, turn: int) -> int:
-        """In the text. The prompt and the text are compared from where the message before the turn ends: earlier turns
-        of the assistant may have lost their thoughts since (Qwen3)."""
+        """Return where a turn begins in the text. Raises UserError if the template is not prefix-stable."""
+        # Text and prompt are compared from the end of the message before the turn: a template may drop the thoughts of
+        # earlier turns once another turn follows (Qwen3).
         text, before = self.text.text, self._content_ends.get(turn - 1)
         role = self.messages[turn - 1]["role"]
-        if before is not None and role in self._speaks:
-            speaks = self._speaks[role]
-            shared = in_common(speaks.text, text[before : before + len(speaks.text)])
-            if shared in speaks.seen:
-                return before + whole_tokens(speaks.text, shared, self.template.tokenizer)
+        if before is not None and role in self._prompts:
+            known = self._prompts[role]
+            shared = common_prefix(known.text, text[before : before + len(known.text)])
+            if shared in known.seen:
+                return before + whole_tokens(known.text, shared, self.template.tokenizer)
         prompt = self._render(self.messages[:turn], prompt=True)
-        added = in_common(self._render(self.messages[:turn]), prompt)
-        start = own = before or 0
-        if in_common(prompt, text) < start:
-            own = self._own_end(turn, prompt)
-        rest = prompt[own:]
-        shared = in_common(rest, text[start : start + len(rest)])
+        added = common_prefix(self._render(self.messages[:turn]), prompt)
+        start = start_in_prompt = before or 0
+        if common_prefix(prompt, text) < start:
+            start_in_prompt = self._end_in_prompt(turn, prompt)
+        rest = prompt[start_in_prompt:]
+        shared = common_prefix(rest, text[start : start + len(rest)])
         begin = whole_tokens(rest, shared, self.template.tokenizer)
-        # A turn may be rendered without what the prompt ends with, a tag or a thought that it opens, but not without
-        # the header of its role.
-        if begin < len(rest) and (own + begin <= added or not re.match(r"\s*([<\[]|$)", rest[begin:])):
+        # A turn may lack the end of the prompt, such as a tag or an opened thought, but not the header of its role.
+        if begin < len(rest) and (start_in_prompt + begin <= added or not re.match(r"\s*([<\[]|$)", rest[begin:])):
             raise not_prefix_stable(self.template.place, turn)
-        if before is not None and self._speaks.setdefault(role, Speaks(rest, set())).text == rest:
-            self._speaks[role].seen.add(shared)
+        if before is not None and self._prompts.setdefault(role, GenerationPrompt(rest, set())).text == rest:
+            self._prompts[role].seen.add(shared)
         return start + begin
 
-    def _own_end(self, turn: int, prompt: str) -> int:
-        """Where the message before a turn ends in the prompt, of which the text begins otherwise, but not before the
-        assistant spoke first."""
+    def _end_in_prompt(self, turn: int, prompt: str) -> int:
+        """Return where the message before a turn ends in a prompt that differs from the text. Raises UserError if the
+        two differ before the assistant's first turn already."""
         first = next(i for i, message in enumerate(self.messages) if message["role"] == "assistant")
         before = Rendered(self.messages[:turn], self.template, prompt=True)._content_ends if first < turn else {}
-        if turn - 1 not in before or in_common(prompt, self.text.text) < self._content_ends.get(first - 1, 0):
+        if turn - 1 not in before or common_prefix(prompt, self.text.text) < self._content_ends.get(first - 1, 0):
             raise not_prefix_stable(self.template.place, turn)
         return before[turn - 1]
 
     def _first_begin(self) -> int:
-        """Of a turn that nothing stands before: templates are not asked for the prompt of an empty conversation."""
+        """Return where a turn that is the first message begins in the text. Raises UserError."""
+        # Templates cannot render the prompt of an empty conversation, so the prompt after a user's message serves.
         text, prompt = self.text.text, generation_prompt(self.template)
         content = self.messages[0].get("content", "").strip()
         end = self._content_ends.get(0)
         opening = re.match(r"<[^>]*>|\[[^]]*\]|\w*", prompt)
         start = text.find(opening[0]) if opening and opening[0] else -1
         if start >= 0:
-            return start + whole_tokens(prompt, in_common(prompt, text[start:]), self.template.tokenizer)
+            return start + whole_tokens(prompt, common_prefix(prompt, text[start:]), self.template.tokenizer)
         if end is None or not text.endswith(content, 0, end):
             raise not_prefix_stable(self.template.place, 0)
         return end - len(content)
 
     def ends(self, turn: int) -> TurnEnds:
+        """Return the token ids that may end a turn."""
         calls = "tool_calls" in self.messages[turn]
         return (calls and ends_of_turns(self.template, calls=True)) or ends_of_turns(self.template, calls=False)
 
     def all_ends(self) -> frozenset[int]:
+        """Return the token ids that may end any turn of the template."""
         return frozenset().union(
             *((ends := ends_of_turns(self.template, calls)).amid | ends.last for calls in (False, True))
         )
 
     def end(self, turn: int) -> int | None:
-        """One past the token that ends a turn; None where it would be the first of what follows, and nothing does."""
+        """Return one past the token that ends a turn; None if the next role's token ends it and no message follows.
+
+        Raises UserError if no such token is found, or if the template leaves out a part of the turn.
+        """
         ends, last = self.ends(turn), turn == len(self.messages) - 1
         ids = self.text.ids
         begin = self._content_ends.get(turn)
@@ -217,7 +224,7 @@ class Rendered:
         raise not_prefix_stable(self.template.place, turn) if ends.last else no_end(self.template)
 
     def _check_written(self, turn: int, end: int) -> None:
-        """UserError where the template leaves out what a turn says or calls. end: one past the turn's last token."""
+        """Raise UserError if the text lacks content or calls of a turn. end: one past the turn's last token."""
         message = self.messages[turn]
         text = self.text.text
         written = text[self._begin(turn) : len(text) if self.text.ends is None else self.text.ends[end - 1]]
@@ -230,7 +237,7 @@ class Rendered:
             )
 
     def _next_content(self, turn: int) -> int:
-        """Where what the next message says begins, or at most ends."""
+        """Return the position where the content of the next message begins, or if unknown a later one."""
         content = self.messages[turn + 1].get("content", "").strip()
         end = self._content_ends.get(turn + 1, len(self.text.text))
         return end - len(content) if self.text.text.endswith(content, 0, end) else end
@@ -255,7 +262,11 @@ def not_prefix_stable(place: str, turn: int) -> UserError:
 
 
 class Text:
-    """A text, its token ids, and which token a character is in."""
+    """A text that is tokenized, with the positions of its tokens.
+
+    ids: token ids.
+    ends: for each token the position one past its last character; None if the tokenizer does not map characters.
+    """
 
     def __init__(self, text: str, tokenizer: Any):
         self.text, self._tokenizer = text, tokenizer
@@ -265,22 +276,23 @@ class Text:
         self.ends = [end for _, end in encoded["offset_mapping"]] if exact else None
 
     def token_at(self, character: int) -> int:
-        """The number of the token that holds a character; the number of tokens for the end of the text."""
+        """Return the index of the token that holds a character; the number of tokens for the end of the text."""
         if self.ends is not None:
             return bisect_right(self.ends, character)
-        return in_common(self._tokenizer(self.text[:character], add_special_tokens=False)["input_ids"], self.ids)
+        return common_prefix(self._tokenizer(self.text[:character], add_special_tokens=False)["input_ids"], self.ids)
 
 
 def whole_tokens(text: str, shared: int, tokenizer: Any) -> int:
-    """`shared` characters of a prompt, less those of a token that ends after them: "<" may begin any tag."""
+    """Return `shared`, a number of characters of a prompt, reduced to the end of a token."""
+    # Of a token such as "<think>" the text may have "<" alone in common, as any tag begins so.
     ends = Text(text, tokenizer).ends if shared < len(text) else None
     return shared if ends is None else ([0, *ends])[bisect_right(ends, shared)]
 
 
 @lru_cache(maxsize=4)
 def maps_characters(tokenizer) -> bool:
-    """Whether every character belongs to a token. Byte-level tokenizers with `trim_offsets` give white space to none;
-    `load_tokenizer` turns that off."""
+    """Return whether every character belongs to a token."""
+    # Byte-level tokenizers with `trim_offsets` map white space to no token; `load_tokenizer` turns that off.
     probe = "a  b\n\n c\n d "
     encoded = tokenizer(probe, add_special_tokens=False)
     return tokenizer.is_fast and all(encoded.char_to_token(i) is not None for i in range(len(probe)))

@@ -1,1 +1,1 @@
-"""What a run uses around its work: console, log files, garbage collection, profile, environment, watchdog."""
+"""Support a run: console, log files, profile, environment and garbage collection, watchdog."""

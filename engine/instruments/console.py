@@ -1,19 +1,19 @@
-"""What a run says to who started it."""
+"""Print what a run reports to its user."""
 
 import contextlib
 import sys
 from collections.abc import Callable
 from time import monotonic
 
-FIRST_SECONDS, EVERY_SECONDS = 5.0, 10.0  # after which a long task tells how far it is
+FIRST_SECONDS, EVERY_SECONDS = 5.0, 10.0  # seconds before the first progress line, and between two
 
 
 def say(*lines: str, error: bool = False) -> None:
-    """Print at once, on standard error or output. A log on a full disk, or a terminal that is gone, ends no run."""
+    """Print lines to standard output or error, and flush. A full disk or a closed terminal is ignored."""
     stream = sys.stderr if error else sys.stdout
     tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
     with contextlib.suppress(OSError):
-        if tqdm is not None and getattr(tqdm, "_instances", None):  # a bar is on the terminal: the lines go above it
+        if tqdm is not None and getattr(tqdm, "_instances", None):  # prints above a progress bar
             tqdm.write("\n".join(lines), file=stream)
             stream.flush()
         else:
@@ -21,10 +21,10 @@ def say(*lines: str, error: bool = False) -> None:
 
 
 class Progress:
-    """How far a task is that may take long: a line after FIRST_SECONDS, and one every EVERY_SECONDS.
+    """Reports the progress of a long task: a line after FIRST_SECONDS, then one every EVERY_SECONDS.
 
-    what: "tokenizing", of so many `items`.
-    count: how many there are, asked for with the first line.
+    what, items: words for the line, such as "tokenizing" and "rows of data.train".
+    count: function that returns the number of items, called for the first line.
     """
 
     def __init__(self, what: str, items: str, count: Callable[[], int], enabled: bool = True):
@@ -34,7 +34,7 @@ class Progress:
         self._next = self._started + FIRST_SECONDS
 
     def advance(self) -> None:
-        """One more is done."""
+        """Count one more item as done."""
         self._done += 1
         now = monotonic()
         if not self._enabled or now < self._next:
@@ -46,6 +46,6 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds."""
+    """Return seconds as "hours:minutes:seconds"."""
     left = round(seconds)
     return f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"

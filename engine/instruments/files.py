@@ -1,4 +1,4 @@
-"""Files of a run's folder: replaced as a whole, or appended to while the run goes on."""
+"""Write the files of a run's folder: replace one as a whole, or append while the run goes on."""
 
 import json
 import os
@@ -9,113 +9,117 @@ from pathlib import Path
 from isoloss.engine.instruments.console import say
 from isoloss.parallel import UserError
 
-MOST_KEPT = 2**30  # bytes that may wait in memory for the disk
+MOST_WAITING = 2**30  # bytes that may wait in memory for the disk
 
 
 def replace_text(path: Path, text: str) -> None:
-    """As `replace_bytes`."""
-    replace_bytes(path, text.encode(errors="backslashreplace"))  # a name of a file need not be UTF-8
+    """Replace a file as `replace_bytes` does."""
+    replace_bytes(path, text.encode(errors="backslashreplace"))  # names of files in the text need not be UTF-8
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
-    """At once: whenever the run dies, or the disk refuses, the file holds what it held, or all of `data`."""
-    whole = path.with_name(f"{path.name}.new")
+    """Replace a file atomically: if the run dies or the disk refuses, its old content stays. Raises OSError."""
+    replacement = path.with_name(f"{path.name}.new")
     try:
-        whole.write_bytes(data)
+        replacement.write_bytes(data)
     except OSError:
-        whole.unlink(missing_ok=True)
+        replacement.unlink(missing_ok=True)
         raise
-    os.replace(whole, path)
+    os.replace(replacement, path)
 
 
 class AppendOnlyFile:
-    """A file that is made by the first `append`; what it is given is in the file when it returns.
+    """A file that the first `append` creates. Bytes are in the file when `append` returns, unless the disk refuses.
 
-    A disk may be full for a while. What it does not take stays in memory, is told of in one line, and goes into the
-    file, in order, with what is appended next.
+    Refused bytes are reported in one line, wait in memory, and are written, in order, before the next ones, as a disk
+    may be full for a while.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self._file: FileIO | None = None
-        self._kept = bytearray()  # what the file lacks
+        self._waiting = bytearray()
         self._refused: OSError | None = None
 
     def append(self, more: bytes = b"") -> None:
-        """These bytes, and those that were refused before. Raises UserError where too many wait for the disk."""
-        self._kept += more
-        before, self._refused = self._refused, self._written()
+        """Write bytes, after those that were refused before. Raises UserError if too many wait for the disk."""
+        self._waiting += more
+        before, self._refused = self._refused, self._flush()
         if self._refused is None:
             return
         if before is None:
             say(f"isoloss: {self.path} {_why(self._refused)}: kept in memory until it can be", error=True)
-        if len(self._kept) > MOST_KEPT:
+        if len(self._waiting) > MOST_WAITING:
             raise UserError(
-                f"{self.path} {_why(self._refused)}, and more than {MOST_KEPT >> 20} MiB wait for it: make room for "
+                f"{self.path} {_why(self._refused)}, and more than {MOST_WAITING >> 20} MiB wait for it: make room for "
                 "it, or mend the disk"
             )
 
     def retry(self) -> None:
-        """What was refused, if anything."""
-        if self._kept:
+        """Write what was refused, if anything."""
+        if self._waiting:
             self.append()
 
     def close(self) -> None:
-        """Twice does no harm."""
+        """Write what is left and close the file. May be called again."""
         if self._file is not None and self._file.closed:
             return
-        if self._kept and (problem := self._written()):
-            say(f"isoloss: {self.path} lacks its last {len(self._kept):,} bytes: it {_why(problem)}", error=True)
+        if self._waiting and (problem := self._flush()):
+            say(f"isoloss: {self.path} lacks its last {len(self._waiting):,} bytes: it {_why(problem)}", error=True)
         if self._file is not None:
             self._file.close()
 
-    def _written(self) -> OSError | None:
-        """What the disk refused, if it did."""
+    def _flush(self) -> OSError | None:
+        """Write all waiting bytes; return the error of a disk that refuses."""
         try:
             if self._file is None:
                 self._file = FileIO(self.path, "ab")
-            while self._kept:
-                del self._kept[: self._file.write(self._kept)]
+            while self._waiting:
+                del self._waiting[: self._file.write(self._waiting)]
         except OSError as problem:
             return problem
         return None
 
 
 class JsonLines(AppendOnlyFile):
-    """A JSON object per line, each with the step that it tells of.
+    """A file with a JSON object per line, each with its "step".
 
-    last_step: what an earlier run wrote about later ones is taken out, and a last line that a crash cut short. A whole
-        line that is no row, as a loss of power leaves, is taken out too, and the file from there on is kept aside.
+    last_step: step after which this run goes on. Rows of later steps, from an earlier run, are removed.
+
+    An incomplete last line is removed. A complete line that is no row, as after a loss of power, is removed as well,
+    and the file from there on is copied to another name.
     """
 
     def __init__(self, path: Path, last_step: int):
         super().__init__(path)
         if not path.exists():
             return
-        left, damaged, start = list[bytes](), list[int](), 0
-        whole = path.read_bytes()
-        for row in whole.split(b"\n")[:-1]:
+        rows, damaged, start = list[bytes](), list[int](), 0
+        content = path.read_bytes()
+        for row in content.split(b"\n")[:-1]:
             if (step := _step_of(row)) is None:
                 damaged.append(start)
             elif step <= last_step:
-                left.append(row)
+                rows.append(row)
             start += len(row) + 1
         if damaged:
             aside = _free(path.with_name(f"{path.name}.damaged"))
-            aside.write_bytes(whole[damaged[0] :])
-            told = f"{path} has {len(damaged)} damaged line(s), which are left out"
-            say(f"isoloss: {told}; the file from the first one on is kept as {aside}", error=True)
-        replace_bytes(path, b"".join(row + b"\n" for row in left))
+            aside.write_bytes(content[damaged[0] :])
+            problem = f"{path} has {len(damaged)} damaged line(s), which are left out"
+            say(f"isoloss: {problem}; the file from the first one on is kept as {aside}", error=True)
+        replace_bytes(path, b"".join(row + b"\n" for row in rows))
 
     def write(self, rows: Iterable[Mapping[str, object]]) -> None:
-        """Raises ValueError for nan and infinities, which JSON does not have. What is neither a number nor a text, such
-        as a date of a Parquet file, is told as text."""
+        """Append rows. Values that JSON has no type for, such as a date of a Parquet file, become text.
+
+        Raises ValueError for nan and infinities, and UserError as `append` does.
+        """
         lines = [json.dumps(row, ensure_ascii=False, allow_nan=False, default=str) + "\n" for row in rows]
         self.append("".join(lines).encode(errors="backslashreplace"))
 
 
 def _step_of(row: bytes) -> int | None:
-    """None where it is no row."""
+    """Return the step of a row; None if the line is no row."""
     try:
         step = json.loads(row)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -124,7 +128,7 @@ def _step_of(row: bytes) -> int | None:
 
 
 def _free(path: Path) -> Path:
-    """`path`, or the first of path-2 and so on that is not there."""
+    """Return the first of `path`, path-2, path-3 and so on that does not exist."""
     names = (path, *(path.with_name(f"{path.name}-{number}") for number in range(2, 1000)))
     return next(name for name in names if not name.exists())
 

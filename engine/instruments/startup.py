@@ -1,10 +1,15 @@
-"""What has to be in the environment before the first call of CUDA, NCCL or Transformer Engine. Imports no torch."""
+"""Prepare the process of a rank: its environment and the collections of its garbage. Imports no torch.
+
+CUDA, NCCL and Transformer Engine read the environment at their first call.
+"""
+
+import gc
 
 from isoloss.engine.config.schema import Config
 from isoloss.parallel.runtime import environment
 
-# Bit-equal repetitions: the same kernels of cuBLAS, sums of a collective in one order (as Megatron-Core's own
-# deterministic mode asks for; NVLink's switches add in any order), and attention of Transformer Engine without atomics.
+# For bit-equal repetitions: the same cuBLAS kernels, collectives that sum in one order (Megatron-Core's deterministic
+# mode demands it; NVLink's switches add in any order), and attention of Transformer Engine without atomics.
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     "NCCL_ALGO": "Ring",
@@ -13,24 +18,49 @@ DETERMINISTIC = {
 
 
 def prepare(config: Config) -> None:
-    """Set what this run needs; what the user has set stays.
+    """Set the variables of this run, but none that the user has set.
 
-    The recipes call it before they import torch. Who builds an Engine alone has it called there, which is early enough
-    where nothing has used the GPU yet.
+    The recipes call this before they import torch. `Engine` calls it too, early enough if the GPU was not used before.
     """
     environment.add(variables(config))
 
 
 def variables(config: Config) -> dict[str, str]:
-    """On a GPU and, but for train.deterministic, only there."""
-    wanted = dict(DETERMINISTIC) if config.train.deterministic else {}
+    """Return the variables of this run: without a GPU none but those of train.deterministic."""
+    values = dict(DETERMINISTIC) if config.train.deterministic else {}
     if config.train.device == "cpu" or not environment.may_have_gpus():
-        return wanted
+        return values
     if config.parallel.tp > 1:
-        # Megatron-Core launches the communication of tensor parallelism before the products that hide it, and counts on
-        # the GPU to begin it in that order, up to Hopper. Without tensor parallelism one queue would only hinder.
-        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        # Megatron-Core launches the communication of tensor parallelism before the products that hide it, and up to
+        # Hopper relies on one hardware queue for this order. Without tensor parallelism one queue would only slow down.
+        values["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if not config.lends_device_memory:
-        # Rows differ in length, and so do their activations: segments that grow leave no gaps between them.
-        wanted["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    return wanted
+        # Rows, and so activations, differ in size. Segments that can grow do not fragment.
+        values["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    return values
+
+
+class Garbage:
+    """Collects Python's garbage after the steps that are multiples of `every`; 0: whenever Python likes.
+
+    Python by itself would collect at different moments on different ranks, and all ranks wait for a rank that collects.
+    Between `begin` and `end` objects older than `begin`, such as modules and the model, are never searched.
+    """
+
+    def __init__(self, every: int):
+        self._every = every
+
+    def begin(self) -> None:
+        if self._every:
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+
+    def after_step(self, step: int) -> None:
+        if self._every and step % self._every == 0:
+            gc.collect()
+
+    def end(self) -> None:
+        if self._every:
+            gc.enable()
+            gc.unfreeze()

@@ -1,8 +1,8 @@
-"""A run that no longer moves ends, and tells which rank keeps the others waiting, and in which line.
+"""End a run that makes no progress, and report which rank keeps the others waiting, and in which line.
 
-Every rank has a file, into which faulthandler writes where its threads are once it has not moved for train.timeout.
-That needs no code of Python to run, so a rank that is stuck in C with the interpreter's lock writes too. One rank then
-reads what all wrote.
+Every rank has a file into which faulthandler dumps the stacks of its threads after train.timeout without progress. The
+dump runs no Python code, so it works for a rank that is stuck in C with the interpreter's lock. One rank reads all
+files.
 """
 
 import contextlib
@@ -25,18 +25,21 @@ import torch
 
 from isoloss.engine.instruments.console import say
 
-SECONDS_FOR_OTHERS = 10.0  # how long the stacks of the other ranks are waited for
+SECONDS_FOR_OTHERS = 10.0  # seconds to wait for the stacks of other ranks
 ISOLOSS = f"{Path(__file__).parents[2]}{os.sep}"
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.MULTILINE)
 THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)", re.MULTILINE)
 COLLECTIVES = "distributed_c10d.py"
-UNFINISHED = 4  # of them are told
+REPORTED = "reported"  # file in the folder of stacks; the rank that creates it reports
+UNFINISHED = 4  # unfinished collectives that are reported
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Frame:
+    """A frame of a stack: file, line and function."""
+
     file: str
     line: int
     name: str
@@ -46,11 +49,11 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank is.
+class Position:
+    """Where a rank stands.
 
-    collective: that it waits for others in; None: it does not wait for them.
-    frame: the line of isoloss that entered it, or of whatever code the rank runs.
+    collective: collective in which it waits for others; None: it is in none.
+    frame: innermost frame of isoloss for a rank in a collective, else the innermost frame of all.
     """
 
     collective: str | None
@@ -61,16 +64,16 @@ class Place:
 
 
 class Watchdog:
-    """Of this rank. One at a time in a process, as faulthandler has one timer.
+    """Watches this rank. Only one exists at a time in a process, as faulthandler has one timer.
 
-    folder: for the stacks of all ranks, visible to all of them; at the end of a run that moved it goes.
-    timeout: seconds without a `beat`; 0: for ever.
+    folder: folder for the stacks of all ranks, visible to all of them; deleted at the end of a run that did not hang.
+    timeout: seconds without a `beat` after which the process ends; 0: never.
     """
 
     def __init__(self, folder: Path, timeout: float, rank: int, world: int):
         self._folder, self._timeout, self._rank, self._world = folder, timeout, rank, world
         self._last = self._armed = 0.0
-        self._patient = 0  # how many things that may take any time are under way
+        self._patient = 0  # open `patient` blocks
         self._ended = threading.Event()
 
     def begin(self) -> None:
@@ -79,11 +82,11 @@ class Watchdog:
             return
         self._folder.mkdir(exist_ok=True)
         self._file = _file(self._folder, self._rank).open("w")
-        who = {"pid": os.getpid(), "host": socket.gethostname(), "main": hex(threading.main_thread().ident or 0)}
-        self._file.write(json.dumps(who) + "\n")
+        process = {"pid": os.getpid(), "host": socket.gethostname(), "main": hex(threading.main_thread().ident or 0)}
+        self._file.write(json.dumps(process) + "\n")
         self._file.flush()
         self._start = self._file.tell()
-        (self._folder / "told").unlink(missing_ok=True)
+        (self._folder / REPORTED).unlink(missing_ok=True)
         _running = self
         self.beat()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -96,13 +99,14 @@ class Watchdog:
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
-        if self._rank == 0 and not (self._folder / "told").exists():
+        if self._rank == 0 and not (self._folder / REPORTED).exists():
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def beat(self) -> None:
         now = time.monotonic()
         self._last = now
-        # Not at every beat: a timer is a thread. It may go off early, and is then set again by the next beat.
+        # Not at every beat, as a timer is a thread. A dump that comes early is removed when the next beat sets the
+        # timer.
         if not self._patient and now - self._armed > self._timeout / 10:
             self._arm(now)
 
@@ -132,28 +136,28 @@ class Watchdog:
                 self._give_up()
 
     def _give_up(self) -> None:
-        """The first rank that has what the others wrote tells it; the others leave it the time to."""
+        """Wait for the dumps of all ranks; report them if no other rank does; end this process."""
         deadline = time.monotonic() + SECONDS_FOR_OTHERS
-        while time.monotonic() < deadline and not all(place_of(self._written(rank)) for rank in range(self._world)):
+        while time.monotonic() < deadline and not all(position_of(self._dump(rank)) for rank in range(self._world)):
             time.sleep(0.1)
         try:
-            (self._folder / "told").touch(exist_ok=False)
-            self._tell()
+            (self._folder / REPORTED).touch(exist_ok=False)
+            self._report()
         except FileExistsError:
-            time.sleep(SECONDS_FOR_OTHERS / 2)
+            time.sleep(SECONDS_FOR_OTHERS / 2)  # torchrun kills all ranks, the reporting one too, when one ends
         finally:
             os._exit(1)
 
-    def _tell(self) -> None:
-        texts = [self._written(rank) for rank in range(self._world)]
-        found = {rank: place for rank, text in enumerate(texts) if (place := place_of(text))}
-        silent = {rank: _process_of(text) for rank, text in enumerate(texts) if rank not in found}
+    def _report(self) -> None:
+        dumps = [self._dump(rank) for rank in range(self._world)]
+        positions = {rank: position for rank, dump in enumerate(dumps) if (position := position_of(dump))}
+        silent = {rank: _process_of(dump) for rank, dump in enumerate(dumps) if rank not in positions}
         c10d: Any = torch._C
         trace = json.loads(c10d._distributed_c10d._dump_fr_trace_json(onlyActive=True))
-        lines = [*report(found, silent, self._timeout, self._folder), *unfinished(trace)]
+        lines = [*report(positions, silent, self._timeout, self._folder), *unfinished(trace)]
         say(*lines, error=True)
 
-    def _written(self, rank: int) -> str:
+    def _dump(self, rank: int) -> str:
         file = _file(self._folder, rank)
         return file.read_text(errors="replace") if file.exists() else ""
 
@@ -162,18 +166,18 @@ _running: Watchdog | None = None
 
 
 def beat() -> None:
-    """This rank has moved: it has a micro-batch, a token, a step more."""
+    """Report progress of this rank: a micro-batch, a token or a step."""
     if _running is not None:
         _running.beat()
 
 
 def patient() -> contextlib.AbstractContextManager[None]:
-    """What is done in here may take any time, or has a limit of its own."""
+    """Return a context manager for work that may take any time, or has its own limit."""
     return contextlib.nullcontext() if _running is None else _running.patient()
 
 
 def patiently(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """The function, which may take any time."""
+    """Decorate a function that may take any time."""
 
     @functools.wraps(function)
     def calling(*args: Given.args, **options: Given.kwargs) -> Result:
@@ -183,8 +187,8 @@ def patiently(function: Callable[Given, Result]) -> Callable[Given, Result]:
     return calling
 
 
-def place_of(dump: str) -> Place | None:
-    """What the last dump of a rank's file says of it; None where there is none."""
+def position_of(dump: str) -> Position | None:
+    """Return where a rank stands by the last dump in its file; None if there is none."""
     head, timed_out, stacks = dump.rpartition("\nTimeout (")
     if not timed_out:
         return None
@@ -194,7 +198,7 @@ def place_of(dump: str) -> Place | None:
     if not main:
         return None
     waiting = [main]
-    if "autograd" in main[0].file:  # backward of a device runs in a thread of its own
+    if "autograd" in main[0].file:  # the backward of a device runs in another thread
         waiting += [
             frames
             for frames in threads.values()
@@ -202,23 +206,23 @@ def place_of(dump: str) -> Place | None:
         ]
     for frames in waiting:
         if collective := _collective(frames):
-            return Place(collective, _own(frames))
-    return Place(None, main[0])
+            return Position(collective, _own(frames))
+    return Position(None, main[0])
 
 
-def report(places: Mapping[int, Place], silent: Mapping[int, str], timeout: float, folder: Path) -> Sequence[str]:
-    """Lines that say who keeps whom waiting.
+def report(positions: Mapping[int, Position], silent: Mapping[int, str], timeout: float, folder: Path) -> Sequence[str]:
+    """Return lines about the ranks that wait and the ranks that they wait for.
 
-    silent: what is known of the ranks that wrote nothing.
+    silent: state of the process of each rank without a dump.
     """
     lines = [f"rank {rank} does not answer{state}" for rank, state in silent.items()]
-    at: dict[Place, list[int]] = {}
-    for rank, place in places.items():
-        at.setdefault(place, []).append(rank)
-    # Who does not wait for others, then those who wait in the smallest company.
-    for place, ranks in sorted(at.items(), key=lambda item: (item[0].collective is not None, len(item[1]))):
-        who = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        lines.append(f"{who}: {'waiting for the others in ' if place.collective else 'at '}{place}")
+    ranks_at: dict[Position, list[int]] = {}
+    for rank, position in positions.items():
+        ranks_at.setdefault(position, []).append(rank)
+    # Ranks outside of collectives first, then the smallest groups: they are the likely cause.
+    for position, ranks in sorted(ranks_at.items(), key=lambda item: (item[0].collective is not None, len(item[1]))):
+        names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        lines.append(f"{names}: {'waiting for the others in ' if position.collective else 'at '}{position}")
     return [
         f"isoloss: error: nothing has moved for train.timeout={timeout:g} seconds: {lines[0]}; the stacks of all ranks "
         f"are in {folder}; start again with checkpoint.resume=true, or raise train.timeout if it only takes long",
@@ -231,37 +235,40 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def _frames(text: str) -> list[Frame]:
-    """From the innermost."""
-    return [Frame(found["file"], int(found["line"]), found["name"]) for found in FRAME.finditer(text)]
+    """Parse the frames of a thread, innermost first."""
+    return [Frame(match["file"], int(match["line"]), match["name"]) for match in FRAME.finditer(text)]
 
 
 def _collective(frames: Sequence[Frame]) -> str | None:
-    """The function of torch.distributed that these frames are in."""
+    """Return the function of torch.distributed that these frames are in, if any."""
     inner = [f for f in frames if f.file.endswith(COLLECTIVES)]
     return inner[-1].name if inner and f"{os.sep}torch{os.sep}" in frames[0].file else None
 
 
 def _own(frames: Sequence[Frame]) -> Frame:
-    def is_ours(file: str) -> bool:  # a checkout may hold the environment, too
+    """Return the innermost frame of isoloss, or if there is none the outermost frame."""
+
+    def is_own(file: str) -> bool:  # the environment may be inside the checkout
         return file.startswith(ISOLOSS) and "site-packages" not in file.removeprefix(ISOLOSS)
 
-    return next((frame for frame in frames if is_ours(frame.file)), frames[-1])
+    return next((frame for frame in frames if is_own(frame.file)), frames[-1])
 
 
 def _process_of(dump: str) -> str:
-    """What the system knows of a process of this machine that wrote nothing."""
-    who = json.loads(dump.splitlines()[0]) if dump else {}
-    if who.get("host") != socket.gethostname():
+    """Return the state of the process of a rank without a dump; "" for one on another machine."""
+    process = json.loads(dump.splitlines()[0]) if dump else {}
+    if process.get("host") != socket.gethostname():
         return ""
     try:
-        return f" (its process {who['pid']} is {psutil.Process(who['pid']).status()})"
+        return f" (its process {process['pid']} is {psutil.Process(process['pid']).status()})"
     except psutil.NoSuchProcess:
-        return f" (its process {who['pid']} is gone)"
+        return f" (its process {process['pid']} is gone)"
 
 
 def unfinished(trace: Mapping[str, Any]) -> Iterator[str]:
-    """The first collectives that this rank's device has not finished, by torch's flight recorder: the host only
-    enqueues them, and waits somewhere else."""
+    """Yield lines about the first collectives that this rank's device has not finished. trace: torch's flight
+    recorder."""
+    # The host only enqueues collectives and waits elsewhere, so its stack does not show them.
     entries = [entry for entry in trace.get("entries", []) if entry["profiling_name"].startswith("nccl:")]
     for entry in [entry for entry in entries if entry["state"] != "completed"][:UNFINISHED]:
         what = f"{entry['profiling_name']} number {entry['collective_seq_id']} of {entry['input_sizes']}"

@@ -29,6 +29,7 @@ from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.models.mcore.build import accumulate_in_products
 from isoloss.models.mcore.gpt import forward_row
 from isoloss.models.mcore.kernels import Kernels
+from isoloss.models.mcore.layer_config import BuildOptions
 from isoloss.models.mcore.moe.dispatch import Bound
 from isoloss.models.mcore.moe.router_losses import RoutedTokens
 from isoloss.models.model import Model
@@ -68,14 +69,19 @@ class Counted(NamedTuple):
     levels: np.ndarray
 
 
+class Halves(NamedTuple):
+    """A layer: attention, with its norm; and the MLP, with the norm behind the layer that is merged with it."""
+
+    attention: Counted
+    mlp: Counted
+
+
 class Counts(NamedTuple):
-    """embedding; layers: of each layer the half before its MLP, and the MLP; head: final norm and loss head. buffer:
-    bytes of Megatron's buffer for gathered rows."""
+    """embedding: with what is made for a row before the layers. head: final norm and loss head; None: not counted."""
 
     embedding: Counted
-    layers: list[tuple[Counted, Counted]]
+    layers: Sequence[Halves]
     head: Counted | None
-    buffer: int
 
 
 def count(setting: Setting, tokens: int, part: Literal["layers", "head"]) -> Counts:
@@ -85,16 +91,17 @@ def count(setting: Setting, tokens: int, part: Literal["layers", "head"]) -> Cou
     nowhere.share_evenly(arch)
     mesh = Mesh.create(layout)
     with nowhere.without_values(counter):
-        model = Model.build(arch, mesh, setting.dtype, (arch.num_layers,), setting.memory, setting.kernels)
+        options = BuildOptions(setting.memory, setting.kernels)
+        model = Model.build(arch, mesh, setting.dtype, (arch.num_layers,), options)
         if setting.accumulates:
             accumulate_in_products(model.modules)
         for parameter in model.modules[0].parameters():
             _give_main_grad(parameter, setting.grad_dtype)
-        buffer = _gather_buffer(layout, tokens, arch.hidden_size, setting.dtype)
+        _make_gather_buffer(layout, tokens, arch.hidden_size, setting.dtype)
         marks = _Marks(counter)
         if part == "head":
-            return Counts(_NOTHING, [], _count_head(model, tokens, marks), buffer)
-        return _count_layers(model, setting, tokens, marks, buffer)
+            return Counts(_NOTHING, [], _count_head(model, tokens, marks))
+        return _count_layers(model, setting, tokens, marks)
 
 
 _NOTHING = Counted(0, np.zeros(1, dtype=np.int64))
@@ -112,11 +119,10 @@ def _forget_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _gather_buffer(layout: Layout, tokens: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """Make the buffer that all gathers of rows share, which is there from the first step on. Returns its bytes."""
-    if not layout.sequence_parallel:
-        return 0
-    return get_global_memory_buffer().get_tensor([tokens, 1, hidden_size], dtype, "mpu").nbytes
+def _make_gather_buffer(layout: Layout, tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
+    """Make the buffer that all gathers of rows share, which is there from the first step on."""
+    if layout.sequence_parallel:
+        get_global_memory_buffer().get_tensor([tokens, 1, hidden_size], dtype, "mpu")
 
 
 class _Marks:
@@ -142,7 +148,7 @@ class _Marks:
         return Counted(int(levels[last - 1] - before), passed)
 
 
-def _count_layers(model: Model, setting: Setting, tokens: int, marks: _Marks, buffer: int) -> Counts:
+def _count_layers(model: Model, setting: Setting, tokens: int, marks: _Marks) -> Counts:
     chunk = model.modules[0]
     for index, layer in enumerate(chunk.decoder.layers):
         _mark_layer(marks, index, layer)
@@ -160,7 +166,7 @@ def _count_layers(model: Model, setting: Setting, tokens: int, marks: _Marks, bu
         end = starts[place + 1] if place + 1 < len(starts) else ("out", index)
         halves.append(marks.counted((kind, index), end, ("grad", *end), ("grad", kind, index)))
     embedding = marks.counted(("embedding",), ("layer", 0), ("grad", "layer", 0), ("done",))
-    return Counts(embedding, list(zip(halves[::2], halves[1::2])), None, buffer)
+    return Counts(embedding, [*map(Halves, halves[::2], halves[1::2])], None)
 
 
 def _mark_layer(marks: _Marks, index: int, layer: Any) -> None:

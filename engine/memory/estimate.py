@@ -6,7 +6,7 @@ compared in tests/numerics/test_memory_estimate.py.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import lcm
@@ -16,10 +16,10 @@ import torch
 from isoloss.engine.config.schema import Config
 from isoloss.engine.memory.counting import Counted, Setting, counted
 from isoloss.models.architecture import Architecture
+from isoloss.models.kinds.layer import Layer
+from isoloss.models.kinds.mappings import ParamMapping
 from isoloss.models.mcore.activation_memory import ActivationMemory
-from isoloss.models.mcore.kernels import Kernels
 from isoloss.models.mcore.stages import stage_layers
-from isoloss.models.weights.mappings import ParamMapping
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout
 
@@ -120,23 +120,30 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Parts:
-    """The parts of a model on a rank, for some number of tokens. layers: of each kind of layer.
+    """The parts of a model on a rank, for some number of tokens. layers: attention and MLP of each kind of layer.
 
     row: bytes of the hidden states of a row, which stages send each other, and which is all that is kept of a layer
-        that is computed again. buffer: for rows that are gathered.
+        that is computed again.
+    buffer: bytes of the buffer for rows that are gathered.
     """
 
     embedding: _Part
-    layers: Sequence[Sequence[_Part]]
+    layers: Mapping[Layer, Sequence[_Part]]
     head: _Part
     row: int
     buffer: float
 
-    def layer(self, kind: int, again: bool) -> Sequence[_Part]:
-        attention, mlp = self.layers[kind]
+    def of_layer(self, layer: Layer, again: bool) -> Sequence[_Part]:
         if not again:
-            return attention, mlp
-        return (_Part(self.row, max(attention.peak, attention.kept + mlp.peak)),)
+            return self.layers[layer]
+        return (_Part(self.row, _most(_with_held_output(self.layers[layer], self.row))),)
+
+
+def _with_held_output(parts: Sequence[_Part], row: int) -> Sequence[_Part]:
+    """Return parts whose backward is called with their output and its gradient, and so holds these to its end: by the
+    schedule of a pipeline, or where a layer is computed again. The last part has the gradient in any case."""
+    *others, last = parts
+    return [*(replace(part, peak=part.peak + 2 * row) for part in others), replace(last, peak=last.peak + row)]
 
 
 def kept_by_layers(config: Config, arch: Architecture, layout: Layout, layers: range) -> float:
@@ -147,16 +154,22 @@ def kept_by_layers(config: Config, arch: Architecture, layout: Layout, layers: r
 
 def _activations(config: Config, arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]) -> float:
     parts = _parts_of(config, arch, layout)
+    first, last = rank == 0, rank == layout.pp - 1
     sequences = []
     for chunk, layers in enumerate(chunks):
-        first = rank == 0 and chunk == 0
-        sequence = [parts.embedding if first else _Part(parts.row, parts.row), *_of_layers(config, arch, parts, layers)]
-        if rank == layout.pp - 1 and chunk == layout.vpp - 1:
-            sequence.append(_Part(0, parts.head.peak))
+        received = parts.embedding.kept  # from the stage before, in place of the embedding's output
+        begin = parts.embedding if first and chunk == 0 else _Part(received, received)
+        sequence = [begin, *_of_layers(config, arch, parts, layers)]
+        if last and chunk == layout.vpp - 1:
+            sequence.append(parts.head)
+        else:
+            sequence = _with_held_output(sequence, parts.row)
         sequences.append(sequence)
     kept = [sum(part.kept for part in sequence) for sequence in sequences]
-    added = [_most(sequence) - sum(part.kept for part in sequence) for sequence in sequences]
-    return parts.buffer + max(held + added[chunk] for chunk, held in _held_before_backwards(layout, rank, kept))
+    added = [_most(sequence) - nbytes for sequence, nbytes in zip(sequences, kept)]
+    sent = 0 if first else parts.row  # the schedule holds the gradient that it sent last
+    most = max(held + added[chunk] for chunk, held in _held_before_backwards(layout, rank, kept))
+    return parts.buffer + sent + most
 
 
 def _most(parts: Sequence[_Part]) -> float:
@@ -169,11 +182,11 @@ def _most(parts: Sequence[_Part]) -> float:
 
 
 def _of_layers(config: Config, arch: Architecture, parts: _Parts, layers: range) -> Iterator[_Part]:
-    again, (_, kinds) = 0, distinct_layers(arch)
+    again = 0
     if config.memory.recompute == "full":
         again = len(layers) if config.memory.recompute_layers is None else config.memory.recompute_layers
     for place, layer in enumerate(layers):
-        yield from parts.layer(kinds[layer], place < again)
+        yield from parts.of_layer(arch.layers[layer], place < again)
 
 
 def _held_before_backwards(layout: Layout, rank: int, kept: Sequence[float]) -> Iterator[tuple[int, float]]:
@@ -203,7 +216,7 @@ def _parts_of(config: Config, arch: Architecture, layout: Layout) -> _Parts:
     precision = DTYPES[config.train.precision]
     accumulates = config.accumulates_in_products(on_gpu=True)
     setting = Setting(
-        arch, _model_only(layout), memory, config.kernels, precision, _gradient_dtype(config), accumulates,
+        one_layer_each(arch), _model_only(layout), memory, config.kernels, precision, _gradient_dtype(config), accumulates,
         config.moe.dispatch_bound,
     )  # fmt: skip
     return _parts(setting, config.batch.max_tokens // layout.context)
@@ -212,28 +225,32 @@ def _parts_of(config: Config, arch: Architecture, layout: Layout) -> _Parts:
 @cache
 def _parts(setting: Setting, tokens: int) -> _Parts:
     arch, layout = setting.arch, setting.layout
-    setting = replace(setting, arch=distinct_layers(arch)[0])
-    # Attention is alike in all divisions of experts, and all that is behind it in all divisions of the context.
+    # Attention is alike in all divisions of experts, and the MLP in all divisions of the context.
     ep = max(ranks for ranks in range(1, EP + 1) if arch.experts is None or arch.experts.count % ranks == 0)
-    of_attention = _model_only(replace(layout, ep=ep if arch.experts else 1, etp=1))
-    of_mlp = _model_only(replace(layout, ulysses=1, ring=1))
-    attention, mlp = (
-        [counted(replace(setting, layout=part), number, "layers") for number in (FEW, MANY)]
-        for part in (of_attention, of_mlp)
+    few, many = (
+        counted(replace(setting, layout=_model_only(replace(layout, ep=ep if arch.experts else 1, etp=1))), number, "layers")
+        for number in (FEW, MANY)
     )
-    layers = [
-        (
-            _at(tokens, *(half for half, _ in few_many)),
-            _at(tokens, *(other for _, other in others)),
+    mlp_few, mlp_many = (
+        counted(replace(setting, layout=_model_only(replace(layout, ulysses=1, ring=1))), number, "layers")
+        for number in (FEW, MANY)
+    )
+    layers = {
+        layer: (
+            _at(tokens, few.layers[kind].attention, many.layers[kind].attention),
+            _at(tokens, mlp_few.layers[kind].mlp, mlp_many.layers[kind].mlp),
         )
-        for few_many, others in zip(zip(*(c.layers for c in attention)), zip(*(c.layers for c in mlp)))
-    ]
-    head = counted(replace(setting, layout=_model_only(replace(of_mlp, ep=1, etp=1))), tokens, "head").head
-    embedding = _at(tokens, *(counts.embedding for counts in mlp))
+        for kind, layer in enumerate(arch.layers)
+    }
+    alone = replace(setting, layout=_model_only(replace(layout, ulysses=1, ring=1, ep=1, etp=1)))
+    head = counted(alone, tokens, "head").head
+    assert head is not None
     shards = layout.tp if layout.sequence_parallel else 1
-    row = setting.dtype.itemsize * tokens // shards * arch.hidden_size
-    buffer = setting.dtype.itemsize * tokens * arch.hidden_size * layout.sequence_parallel
-    return _Parts(embedding, layers, _Part(head.kept, head.levels.max()), row, buffer)
+    row = setting.dtype.itemsize * (tokens // shards) * arch.hidden_size
+    return _Parts(
+        _at(tokens, mlp_few.embedding, mlp_many.embedding), layers, _Part(0, head.levels.max()), row,
+        row * shards if layout.sequence_parallel else 0,
+    )  # fmt: skip
 
 
 def _model_only(layout: Layout) -> Layout:
@@ -253,18 +270,6 @@ def _at(tokens: int, few: Counted, many: Counted) -> _Part:
     return _Part(few.kept + share * (many.kept - few.kept), peak)
 
 
-@cache
-def distinct_layers(arch: Architecture) -> tuple[Architecture, Sequence[int]]:
-    """Return a model that has one layer of each kind of this one, and for each layer of this one its like there."""
-    alike = [(arch.window(n), arch.has_sinks(n), arch.is_linear(n), arch.has_experts(n)) for n in range(arch.num_layers)]
-    kinds = list(dict.fromkeys(alike))
-    windows, sinks, linear, sparse = zip(*kinds)
-    one_each = replace(
-        arch,
-        num_layers=len(kinds),
-        windows=windows if arch.windows else (),
-        sinks=sinks if arch.sinks else (),
-        delta=arch.delta and replace(arch.delta, layers=linear),
-        experts=arch.experts and replace(arch.experts, dense_layers=sparse.count(False)),
-    )
-    return one_each, [kinds.index(kind) for kind in alike]
+def one_layer_each(arch: Architecture) -> Architecture:
+    """Return a model that has one layer of each kind of this one."""
+    return replace(arch, layers=tuple(dict.fromkeys(arch.layers)))

@@ -1,4 +1,4 @@
-"""Tensors that leave their device for a while, so that others can have its memory, and come back to it."""
+"""Offload tensors from their device, so that its memory is free for other uses, and onload them again."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 28  # bytes of pinned memory at a time: PyTorch rounds what it pins up to a power of two
-ALIGNMENT = 512  # bytes, of where a storage begins in host memory
+CHUNK = 1 << 28  # bytes of a pinned buffer: PyTorch rounds the size of pinned memory up to a power of two
+ALIGNMENT = 512  # bytes: a storage begins at a multiple of it in host memory
 
 
 @dataclass(frozen=True)
 class _Absent:
-    """A storage that has left. bytes_: all of it, once it is back. start, stop: its place in host memory, the same
-    where it is zeros that come back."""
+    """An offloaded storage. bytes_: tensor over the whole storage, empty until it is onloaded. start, stop: its place
+    in host memory; equal for a storage that is onloaded as zeros."""
 
     bytes_: Tensor
     nbytes: int
@@ -22,7 +22,7 @@ class _Absent:
 
 
 def pinned_like(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Room for each of the tensors in pinned memory of the host, small ones together."""
+    """Allocate a tensor like each of the tensors in pinned host memory; small ones share a buffer."""
     rooms, chunk, end = [], torch.empty(0, dtype=torch.uint8), 0
     for tensor in tensors:
         start = -(-end // ALIGNMENT) * ALIGNMENT
@@ -38,12 +38,12 @@ def _pinned(nbytes: int) -> Tensor:
 
 
 class Offloader:
-    """Tensors of one device. They leave and come back as whole storages: every view keeps its shape and place, has no
-    memory in between, and has its values again afterwards.
+    """Offloads and onloads tensors of one device as whole storages: every view keeps its shape and place, has no memory
+    in between, and has its values again afterwards.
 
-    kept: names those whose values wait in host memory, which is pinned, and kept for the next time.
-    zeroed: names those that come back as zeros.
-    device: tensors elsewhere stay where they are.
+    kept: function that returns tensors whose values are kept in pinned host memory, which later calls reuse.
+    zeroed: function that returns tensors that are onloaded as zeros.
+    device: the device; tensors on another one stay there.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class Offloader:
         zeroed: Callable[[], Iterable[Tensor]] = tuple,
     ):
         self._device, self._kept, self._zeroed = device, kept, zeroed
-        self._absent: list[_Absent] = []  # in the order in which they left, which is that of their places
+        self._absent: list[_Absent] = []  # in the order of offloading, which is that of their places
         self._host: list[Tensor] = []
 
     def leave(self) -> None:
-        """Give the memory back to the device, and what PyTorch keeps of it in reserve.
+        """Free the device memory of the tensors, and the memory that PyTorch keeps in reserve.
 
-        If it fails on the way nothing is lost: what has left can come back, and what has not is where it was. What came
-        back in part leaves a second time, and its first place in host memory, which is whole, is read last.
+        A failure on the way loses nothing: an offloaded storage can be onloaded, and any other is unchanged. A storage
+        that was onloaded in part is offloaded again; its first place in host memory, which is whole, is read last.
         """
         leaving = []
         end = self._absent[-1].stop if self._absent else 0
@@ -70,18 +70,18 @@ class Offloader:
             leaving.append(_Absent(bytes_, bytes_.nbytes, start, end))
         leaving += [_Absent(bytes_, bytes_.nbytes, end, end) for bytes_ in self._storages(self._zeroed())]
         self._reserve(end)
-        torch.cuda.synchronize()  # other streams may still use what leaves
+        torch.cuda.synchronize()  # other streams may still use these storages
         for each in leaving:
             for there, here in self._pieces(each):
                 there.copy_(here, non_blocking=True)
             self._absent.append(each)
             each.bytes_.untyped_storage().resize_(0)
         torch.cuda.synchronize()
-        torch.cuda.ipc_collect()  # what other processes have read of this one's, and let go of
+        torch.cuda.ipc_collect()  # memory of this process that other processes mapped and have released
         torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        """To the device, where they have left it. If it fails on the way, another call goes on from there."""
+        """Copy offloaded storages to the device. After a failure on the way, another call goes on from there."""
         while self._absent:
             each = self._absent[-1]
             each.bytes_.untyped_storage().resize_(each.nbytes)
@@ -92,7 +92,7 @@ class Offloader:
             self._absent.pop()
 
     def _storages(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """The bytes of each storage behind the tensors, once, of those that are there."""
+        """Return the bytes of each storage of the tensors, once, if it is on the device and not offloaded."""
         found: dict[int, Tensor] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -106,7 +106,7 @@ class Offloader:
             self._host.append(_pinned(CHUNK))
 
     def _pieces(self, each: _Absent) -> Iterator[tuple[Tensor, Tensor]]:
-        """A storage, cut where a chunk of host memory ends: there and here."""
+        """Yield pieces of a storage, cut where a chunk of host memory ends: on the host and on the device."""
         start = each.start
         while start < each.stop:
             chunk, offset = divmod(start, CHUNK)

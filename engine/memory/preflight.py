@@ -1,4 +1,4 @@
-"""Does a run fit its GPUs? By the formula of memory, before anything starts; after steps, beside what was measured."""
+"""Check by the formula of memory that a run fits its GPUs, before it starts; compare the plan with measured peaks."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,14 +11,14 @@ from isoloss.engine.memory.limits import GIB, room
 from isoloss.models.architecture import Architecture
 from isoloss.parallel import Layout, UserError
 
-TOLERATED = 0.1  # how far the measured peak may exceed the planned one before it is told again
-WORKSPACES = 64 << 20  # what cuBLAS keeps of a Hopper GPU; no plan counts it
+TOLERATED = 0.1  # part by which the measured peak may exceed the planned one without a second report
+WORKSPACES = 64 << 20  # memory that cuBLAS keeps on a Hopper GPU; no plan counts it
 
 
 def planned(config: Config, arch: Architecture, layout: Layout) -> list[StageMemory]:
-    """Of every pipeline rank, in steps whose micro-batches are full; longer rows, which run alone, count as full.
+    """Return the memory of every pipeline rank, with micro-batches of batch.max_tokens or, if more, data.max_length.
 
-    Of Transformer Engine's layers nothing is known, and no activations are counted.
+    With Transformer Engine's layers, which the formula does not know, no activations are counted.
     """
     longest = max(config.batch.max_tokens, config.data.max_length)
     full = replace(config, batch=replace(config.batch, max_tokens=longest))
@@ -27,7 +27,7 @@ def planned(config: Config, arch: Architecture, layout: Layout) -> list[StageMem
 
 
 def check(config: Config, arch: Architecture, layout: Layout, device_bytes: float) -> None:
-    """device_bytes: of each GPU. Raises UserError, with a key that helps, where a stage needs more."""
+    """Raise UserError, with a key that helps, where a stage needs more. device_bytes: memory of each GPU."""
     stages = planned(config, arch, layout)
     worst = max(range(len(stages)), key=lambda rank: stages[rank].peak)
     stage = stages[worst]
@@ -56,7 +56,7 @@ def _remedy(config: Config, arch: Architecture, layout: Layout, device_bytes: fl
 
 
 def _changes(config: Config) -> Iterator[tuple[str, Config]]:
-    """Keys and what becomes of the configuration, from the change that costs the least time."""
+    """Yield keys and the changed configuration, from the change that costs the least time."""
     budgets, recomputed = [], MemoryConfig(recompute="full", offload_optimizer=config.memory.offload_optimizer)
     tokens = config.batch.max_tokens // 2
     while tokens >= config.data.max_length:
@@ -82,14 +82,14 @@ class PeakReport:
     """Planned and measured peak of a rank side by side: after its first step, and once more where a later step exceeds
     the plan by more than a tenth.
 
-    planned: gives the bytes; called once, and never on a CPU.
+    planned: function that returns the planned bytes; called once, and never on a CPU.
     """
 
     def __init__(self, planned: Callable[[], float]):
         self._planned, self._told, self._exceeded = cache(planned), False, False
 
     def after_step(self, measured: float | None) -> str | None:
-        """What there is to tell. measured: bytes that the device's allocator gave out at most; None on a CPU."""
+        """Return a line to report, or None. measured: peak bytes of the device's allocator; None on a CPU."""
         if measured is None:
             return None
         planned = self._planned()

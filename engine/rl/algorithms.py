@@ -1,7 +1,7 @@
-"""The one list of advantages, policy losses and KL estimators; keys, help, checks and metrics follow it.
+"""List the advantages, policy losses and KL estimators; keys, help, checks and metrics follow this list.
 
-Each names its function as a user names one of his own: `module:function`, or `file.py:function`. Functions are imported
-when a run asks for them, so this page imports no torch.
+An entry names its function as a user does: `module:function`, or `file.py:function`. Functions are imported when a run
+uses them, so this module imports no torch.
 """
 
 import inspect
@@ -15,14 +15,14 @@ from isoloss.parallel.runtime.errors import UserError
 
 @dataclass(frozen=True)
 class Advantage:
-    """How rewards become advantages.
+    """A rule that turns rewards into advantages.
 
-    function: of the rewards of all completions, (rewards_S, group_S, valid_S) -> advantages_S: fp64, the prompt of each
-        and whether it has a reward.
-    by_token: of the rewards of the tokens of one completion, whitened over the batch.
-    critic: it also takes a critic's values, and gives returns.
-    compares: a completion is compared with others of its prompt, so there must be two.
-    whitened: scaled to mean 0 and variance 1 over all tokens of the batch.
+    function: name of a function of all completions, (rewards_S, group_S, valid_S) -> advantages_S: their rewards, fp64,
+        the number of each one's prompt, and whether it has a reward.
+    by_token: a function of one completion, called with the rewards of its tokens.
+    critic: a function that also takes a critic's values, and also returns returns.
+    compares: comparison of a completion with others of its prompt, so there must be two.
+    whitened: scaling of the advantages to mean 0 and variance 1 over all tokens of the batch.
     """
 
     function: str
@@ -36,10 +36,10 @@ class Advantage:
 class PolicyLoss:
     """The loss of the policy.
 
-    function: of the tokens of a micro-batch, (inputs: TokenInputs, algorithm: AlgorithmConfig) -> [N], a term for each.
-    ratio: of what it clips the ratio of probabilities: each token or its sequence; None: it has none.
-    constant: the clipped ratio is a weight without a gradient, so clipping counts wherever it changes the ratio.
-    aggregation: the only loss.aggregation that it is defined for; None: any.
+    function: name of a function (inputs: TokenInputs, algorithm: AlgorithmConfig) -> [N], a term for each token.
+    ratio: unit whose ratio of probabilities is clipped, a token or its sequence; None: the loss has no ratio.
+    constant: use of the clipped ratio as a weight without a gradient: clipping counts wherever it changes the ratio.
+    aggregation: the only loss.aggregation that the loss is defined for; None: any.
     """
 
     function: str
@@ -49,7 +49,7 @@ class PolicyLoss:
 
     @property
     def may_have_ratio(self) -> bool:
-        """A function of the user's may, too."""
+        """Return whether the loss may have a ratio: a function of the user's may."""
         return self.ratio is not None or self.function not in _OWN
 
 
@@ -73,17 +73,17 @@ KL_ESTIMATORS: Mapping[str, str] = {"k1": f"{_LOSSES}:k1", "k2": f"{_LOSSES}:k2"
 
 
 def advantage_of(name: str) -> Advantage:
-    """Of a name of the list, or of a function of the user's."""
+    """Return the advantage of a name in the list, or of a function of the user's."""
     return ADVANTAGES.get(name) or Advantage(name, compares=False)
 
 
 def loss_of(name: str) -> PolicyLoss:
-    """Of a name of the list, or of a function of the user's."""
+    """Return the loss of a name in the list, or of a function of the user's."""
     return LOSSES.get(name) or PolicyLoss(name)
 
 
 def imported(function: str, key: str) -> Callable[..., Any]:
-    """The function of that name. Raises UserError that begins with `key`, where it is named."""
+    """Import and return the function. Raises UserError that begins with `key`, the key that names it."""
     try:
         return load(function)
     except NotFoundError as error:
@@ -91,7 +91,7 @@ def imported(function: str, key: str) -> Callable[..., Any]:
 
 
 def check_functions(advantage: str, loss: str) -> None:
-    """Raises UserError where a function of the user's cannot be had, or takes other arguments than it will get."""
+    """Raise UserError where a function of the user's cannot be imported, or takes other arguments than it will get."""
     of_advantage = imported(advantage_of(advantage).function, "algorithm.advantage")
     of_loss = imported(loss_of(loss).function, "algorithm.loss")
     if advantage not in ADVANTAGES:

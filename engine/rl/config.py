@@ -1,4 +1,4 @@
-"""The knobs of reinforcement learning, besides those of `isoloss.engine.config.schema`."""
+"""Define the keys of reinforcement learning that `isoloss.engine.config.schema` does not have."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,7 +12,7 @@ from isoloss.parallel.runtime.config_key import Keys, key, require
 
 @dataclass(frozen=True)
 class RolloutConfig(Keys, group="rollout"):
-    """How completions are generated (docs/rollout.md)."""
+    """The generation of completions (docs/rollout.md)."""
 
     backend: Literal["transformers", "megatron", "sglang"] = key(
         "transformers",
@@ -52,8 +52,8 @@ class RolloutConfig(Keys, group="rollout"):
     )
     over_sample: float = key(
         1.0,
-        "sglang: of so many times batch.global_size groups those are taken that finish first. The others are the first "
-        "of the next batch, as partial completions.",
+        "sglang: groups generated for a batch, as a multiple of batch.global_size. The first to finish make up the "
+        "batch; the others begin the next one, as partial completions.",
         at_least=1,
         at_most=1.5,
         refusal="must be from 1 to 1.5: what a batch leaves over is in the next one, which has to have room for others",
@@ -137,7 +137,7 @@ class RolloutConfig(Keys, group="rollout"):
             is_url = url is None or url.startswith(("http://", "https://"))
             require(is_url, name, url, "is not a URL; it must begin with http:// or https://")
         if self.api_key_env is not None and not (self.api_key_env.isascii() and self.api_key_env.isidentifier()):
-            raise UserError(  # the value is not told: it may be the key
+            raise UserError(  # without the value, which may be the key
                 "rollout.api_key_env must be the name of an environment variable that holds the key of the servers, "
                 "such as SERVERS_KEY, and what it is set to is no name: export the key in a variable"
             )
@@ -145,7 +145,7 @@ class RolloutConfig(Keys, group="rollout"):
 
 @dataclass(frozen=True)
 class RewardConfig(Keys, group="reward"):
-    """What a completion earns (docs/rewards.md)."""
+    """The reward of a completion (docs/rewards.md)."""
 
     function: tuple[str, ...] = key(
         ("exact_match",),
@@ -175,7 +175,7 @@ class RewardConfig(Keys, group="reward"):
 
 @dataclass(frozen=True)
 class AlgorithmConfig(Keys, group="algorithm"):
-    """How the policy learns from the rewards (docs/rl.md has the formulas)."""
+    """The training of the policy on its rewards (docs/rl.md has the formulas)."""
 
     advantage: str = key(
         "grpo",
@@ -364,22 +364,22 @@ class RLConfig(Config):
 
     @property
     def steps_per_batch(self) -> int:
-        """Optimizer steps that one generated batch feeds."""
+        """Return the number of optimizer steps that one generated batch feeds."""
         return self.algorithm.minibatches * self.algorithm.epochs
 
     @property
-    def generates_beside(self) -> bool:
-        """Whether completions are generated while the trainer does something else."""
+    def overlaps_generation(self) -> bool:
+        """Return whether completions are generated while the trainer does something else."""
         return self.rollout.max_staleness > 0 or self.rollout.waves > 1
 
     @property
     def judged_by(self) -> tuple[str, ...]:
-        """The loss of a policy is about 0, and says nothing."""
+        """Return the gradient norm alone: the loss of a policy is always about 0, so that it shows no spike."""
         return ("grad_norm",)
 
     @property
     def samples_begin_alike(self) -> bool:
-        """Completions of a prompt."""
+        """Return whether a prompt has several completions, which begin with it."""
         return self.rollout.num_generations > 1
 
     @property
@@ -396,8 +396,8 @@ class RLConfig(Config):
 
     @property
     def lends_device_memory(self) -> bool:
-        """Servers open the buckets of weights. Memory of segments that grow goes by file descriptors, which the kernel
-        refuses across containers, and whose handles differ between versions of torch."""
+        """Return whether servers map weight buckets. Memory of segments that grow goes by file descriptors, which the
+        kernel refuses across containers, and whose handles differ between versions of torch."""
         return self.rollout.backend == "sglang" and self.rollout.weight_sync == "tensor"
 
     @property
@@ -406,9 +406,8 @@ class RLConfig(Config):
         return {"algorithm.loss": self.algorithm.loss, "algorithm.advantage": self.algorithm.advantage, **rewards}
 
     def resume_fingerprint(self) -> dict[str, object]:
-        """As `Config.resume_fingerprint`: also what decides the completions and rewards of a batch, its optimizer
-        steps, and what is stored with its samples. Knobs of the loss alone, such as clip_low, may change as optim.lr
-        may."""
+        """Return those of `Config`, and the values that decide the completions and rewards of a batch, its optimizer
+        steps and the fields of its samples. Keys of the loss alone, such as clip_low, may change as optim.lr may."""
         rollout, algorithm, reward = self.rollout, self.algorithm, self.reward
         return super().resume_fingerprint() | {
             "rollout.num_generations": rollout.num_generations,

@@ -1,4 +1,4 @@
-"""The critic of PPO: the same engine with a value head."""
+"""Train the critic of PPO: the policy's engine with a value head."""
 
 import shutil
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ FOLDER = "critic_checkpoints"
 
 
 class Critic:
-    """Expected returns before every token, learned beside the policy in its layout.
+    """A model of the expected return before every token, trained along with the policy and in its layout.
 
-    It starts from the policy's weights, with a head of zeros: before the first step every value is 0.
+    The critic starts from the policy's weights, with a head of zeros: before the first step every value is 0.
     """
 
     def __init__(self, config: RLConfig, policy: Engine):
@@ -31,11 +31,11 @@ class Critic:
         self._loss = value_loss(config.algorithm, config.loss)
 
     def values(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """As `Engine.values`."""
+        """Return the expected returns as `Engine.values` does."""
         return self._engine.values(samples)
 
     def train_step(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """One optimizer step on the samples' returns; what the metrics tell of it. Collective over the world."""
+        """Take an optimizer step on the samples' returns, and return its metrics. Collective over the world."""
         metrics, result = self._engine.train_step(samples, self._loss)
         return {
             "value_loss": metrics.loss,
@@ -45,16 +45,16 @@ class Critic:
         }
 
     def offload(self) -> None:
-        """As `Engine.offload`."""
+        """Offload the critic as `Engine.offload` does."""
         self._engine.offload()
 
     def stage(self, output_dir: Path, step: int, copies: HostCopies | None) -> checkpoint.Staged:
-        """Its checkpoint, to be written before the policy's of the same step: one that is there already was left by a
-        run that was killed between the two, and is replaced. copies: as `Engine.stage`. Collective over the world."""
+        """Stage a checkpoint, to be written before the policy's of the same step: one that is there was left by a
+        run that was killed between the two, and is replaced. copies: see `Engine.stage`. Collective over the world."""
         folder = _folder(output_dir, step)
         if is_main():
             shutil.rmtree(folder, ignore_errors=True)
-        dist.barrier()  # no rank looks for the folder before it is gone
+        dist.barrier()  # no rank looks for the folder before rank 0 has removed it
         return self._engine.stage(folder, copies=copies)
 
     def load(self, output_dir: Path, step: int) -> None:

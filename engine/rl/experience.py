@@ -1,4 +1,4 @@
-"""Rewarded completions -> the samples of the optimizer steps that they feed.
+"""Make rewarded completions the samples of the optimizer steps that they feed.
 
 Shape suffixes: S completions of the batch, T tokens of one sample (prompt and completion), C of one completion.
 """
@@ -27,7 +27,7 @@ from isoloss.parallel import UserError
 
 @dataclass(frozen=True)
 class Models:
-    """What a batch is prepared by. scatter: carries its samples from rank 0 to the ranks that compute them."""
+    """The models that prepare a batch. scatter: carrier of samples from rank 0 to the ranks that compute them."""
 
     scatter: Scatter
     policy: Engine
@@ -37,11 +37,11 @@ class Models:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """A generated batch, and how far the run has come in it. Rank 0 has its samples, the others outlines.
+    """A generated batch, and the number of its steps that are done. Rank 0 has its samples, the others outlines.
 
-    steps: the samples of each of its optimizer steps.
-    done: how many of them have been taken.
-    stats: what the metrics tell of the batch.
+    steps: indices of the samples of each optimizer step.
+    done: number of steps that have been taken.
+    stats: metrics of the batch.
     """
 
     samples: tuple[Sample, ...] = ()
@@ -54,22 +54,22 @@ class RolloutBatch:
         return self.done == len(self.steps)
 
     def next(self) -> tuple[list[Sample], "RolloutBatch"]:
-        """The samples of the next optimizer step, and what is left."""
+        """Return the samples of the next optimizer step, and the batch after that step."""
         return [self.samples[index] for index in self.steps[self.done]], replace(self, done=self.done + 1)
 
     def state(self) -> dict[str, object]:
-        """For a checkpoint, in plain containers and tensors: in the middle of a batch the rest of it goes along, whole
-        on rank 0."""
+        """Return plain containers and tensors for a checkpoint: amid a batch its samples and steps, whole on rank 0;
+        after its last step nothing."""
         if self.exhausted:
             return {"experience": None}
-        samples = [(s.tokens_T, s.mask_T, s.group, dict(s.fields), s.id) for s in self.samples]
+        samples = [sample.values() for sample in self.samples]
         steps = [list(step) for step in self.steps]
         rest = {"samples": samples, "steps": steps, "stats": dict(self.stats), "done": self.done}
         return {"experience": rest}
 
     @classmethod
     def from_state(cls, state: Mapping, scatter: Scatter) -> "RolloutBatch":
-        """state: what rank 0's gave; other ranks may have the same. Collective over the world."""
+        """Restore a batch. state: `state` of rank 0; other ranks may have the same. Collective over the world."""
         rest = state["experience"]
         if rest is None:
             return cls()
@@ -79,16 +79,16 @@ class RolloutBatch:
 
 @phase("log-probabilities")
 def with_logprobs(groups: Sequence[Group], models: Models, config: RLConfig) -> list[Sample]:
-    """The completions as samples, with what the models say of each token as fields; outlines on ranks but 0.
+    """Return the completions as samples, with fields that the models compute for each token; outlines on ranks but 0.
 
-    rollout_logprobs: of the backend.
-    train_logprobs: of the policy, only asked for where the first optimizer step will not compute the same number.
-    ref_logprobs: of the initial policy.
-    old_values: of the critic.
+    rollout_logprobs: log-probabilities from the backend.
+    train_logprobs: log-probabilities from the policy, where the first optimizer step will not compute the same ones.
+    ref_logprobs: log-probabilities from the initial policy.
+    old_values: values from the critic.
     Collective over the world, through the models: each passes over packed micro-batches of the trainer's plan.
 
-    A completion cut by mask_truncated teaches nothing, but it is compared with: its reward is in its group's mean, and
-    so is what KL in the reward takes off it. The models are then asked about its tokens too, in the same passes.
+    A completion that mask_truncated masks is not learned from, but its reward is in its group's mean, less the KL
+    penalty where the reward has one. The models then compute its tokens too, in the same passes.
     """
     algorithm, temperature, scatter = config.algorithm, config.rollout.temperature, models.scatter
     kl_in_reward = algorithm.uses_reference and algorithm.kl_in == "reward"
@@ -112,22 +112,23 @@ def with_logprobs(groups: Sequence[Group], models: Models, config: RLConfig) -> 
 
 
 def with_fields(samples: Sequence[Sample], fields: Mapping[str, Sequence[Tensor]]) -> list[Sample]:
-    """fields: by name, of each sample."""
+    """Return the samples with further fields. fields: values of each sample, by name of the field."""
     added = [{name: values[index] for name, values in fields.items()} for index in range(len(samples))]
     return [replace(sample, fields={**sample.fields, **more}) for sample, more in zip(samples, added)]
 
 
 def on_the_host(values: list[Tensor]) -> list[Tensor]:
-    """Values of each sample, [T], from the device in one copy."""
+    """Return the values of each sample, [T], copied from the device in one copy."""
     if not values or values[0].device.type == "cpu":
         return values
     return [*torch.cat(values).cpu().split([len(each) for each in values])]
 
 
 def with_advantages(samples: Sequence[Sample], groups: Sequence[Group], config: RLConfig) -> list[Sample]:
-    """The samples with `advantages`, and with a critic `returns`; all fields are 0 where nothing is learned.
+    """Return the samples with `advantages`, and with a critic `returns`. Fields are 0 where a token is no target,
+    except rollout_logprobs.
 
-    samples: of all groups, in whichever parts `with_logprobs` made them.
+    samples: samples of all groups, from one call of `with_logprobs` or several.
     """
     algorithm = config.algorithm
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -147,7 +148,7 @@ def with_advantages(samples: Sequence[Sample], groups: Sequence[Group], config: 
 
 
 def to_samples(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[Sample]:
-    """`to_sample` of every completion, with `rollout_logprobs`."""
+    """Return `to_sample` of every completion, with `rollout_logprobs`."""
     trajectories = [(t, index) for index, group in enumerate(groups) for t in group.trajectories]
     samples = [to_sample(t, group, algorithm) for t, group in trajectories]
     logprobs = (np.asarray(t.completion.logprobs, dtype=np.float64) for t, _ in trajectories)
@@ -158,7 +159,7 @@ def to_samples(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[Samp
 
 
 def to_sample(trajectory: Trajectory, group: int, algorithm: AlgorithmConfig) -> Sample:
-    """Prompt and completion, with the completion's tokens as targets; none where nothing is to be learned from it."""
+    """Return prompt and completion as a sample: targets are the completion's tokens, or none where it is masked."""
     prompt, completion = trajectory.prompt, trajectory.completion
     both = [np.asarray(tokens, np.int64) for tokens in (prompt.tokens, completion.tokens)]
     tokens_T = torch.from_numpy(np.concatenate(both))
@@ -169,14 +170,14 @@ def to_sample(trajectory: Trajectory, group: int, algorithm: AlgorithmConfig) ->
 
 
 def on_completion(sample: Sample, values_C: Tensor) -> Tensor:
-    """Values of the completion's tokens as a field of the sample: 0 on the prompt."""
+    """Return values of the completion's tokens as a field of the sample: 0 on the prompt."""
     values_T = torch.zeros(len(sample), dtype=torch.float64)
     values_T[len(sample) - len(values_C) :] = values_C
     return values_T
 
 
 def shaped_rewards(trajectories: Sequence[Trajectory], config: RLConfig) -> Tensor:
-    """The rewards with DAPO's soft punishment of overlong completions, [S]; 0 where the reward is not valid."""
+    """Return the rewards, 0 where not valid, plus DAPO's soft punishment of overlong completions, [S]."""
     rewards_S = torch.tensor([t.reward if t.valid else 0.0 for t in trajectories], dtype=torch.float64)
     lengths_S = torch.tensor([len(t.completion.tokens) for t in trajectories])
     punishment_S = estimators.overlong_punishment(
@@ -186,7 +187,7 @@ def shaped_rewards(trajectories: Sequence[Trajectory], config: RLConfig) -> Tens
 
 
 def kl_penalty(fields: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> Tensor:
-    """kl_coef times the estimated divergence from the initial policy at each token, [T]."""
+    """Return kl_coef times the estimated divergence from the initial policy at each token, [T]."""
     log_ratio_T = fields["ref_logprobs"] - fields["train_logprobs"]
     return algorithm.kl_coef * kl_estimator(algorithm)(log_ratio_T)
 
@@ -200,9 +201,9 @@ def estimate(
     fields: Sequence[Mapping[str, Tensor]],
     config: RLConfig,
 ) -> list[dict[str, Tensor]]:
-    """`advantages` of each sample, and with a critic its `returns`; [T], 0 where mask_T is False.
+    """Return `advantages` of each sample, and with a critic its `returns`; [T], 0 where mask_T is False.
 
-    penalty: taken off the reward, token by token where the estimator looks at tokens, else the sum of it.
+    penalty: deduction from the reward, token by token where the estimator reads tokens, else its sum.
     """
     algorithm, kind = config.algorithm, advantage_of(config.algorithm.advantage)
     function = imported(kind.function, "algorithm.advantage")
@@ -235,7 +236,7 @@ def estimate(
 
 
 def one_number_each(advantages_S: object, function: str, count: int) -> Tensor:
-    """What an advantage gave. Raises UserError where that is not a finite number for each of `count` completions."""
+    """Return the advantages. Raises UserError where they are not a finite number for each of `count` completions."""
     returned = f"algorithm.advantage={function} returned"
     if not isinstance(advantages_S, Tensor) or advantages_S.shape != (count,):
         shape = shape_or_type(advantages_S)
@@ -247,26 +248,28 @@ def one_number_each(advantages_S: object, function: str, count: int) -> Tensor:
 
 
 def whitened(samples: Sequence[Sample], advantages: Sequence[Tensor]) -> list[Tensor]:
-    """Mean 0 and variance 1 over all targets of the batch, 0 elsewhere."""
+    """Return the advantages at mean 0 and variance 1 over all targets of the batch, 0 elsewhere."""
     per_target = estimators.whiten([a[sample.mask_T] for sample, a in zip(samples, advantages)])
     return [torch.zeros_like(a).masked_scatter(s.mask_T, w) for s, a, w in zip(samples, advantages, per_target)]
 
 
-def minibatches(groups: Sequence[int], step: int, config: RLConfig) -> tuple[tuple[int, ...], ...]:
-    """The completions of each optimizer step: algorithm.epochs times all of them, in algorithm.minibatches parts.
+def minibatches(
+    groups: Sequence[int], step: int, config: RLConfig, sequences: Sequence[int] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Return indices of the samples of each optimizer step: for each epoch all of them, in algorithm.minibatches parts.
 
-    groups: the prompt of each completion.
+    groups: number of each sample's prompt.
+    sequences: number of each sample's trajectory, whose samples stay together; None: each sample is a trajectory.
     Shuffled by (seed, first step, epoch), one by one, so that completions of a prompt are spread over the parts, or by
     prompt (algorithm.minibatch_by): no part holds only easy prompts. A batch that dynamic sampling left smaller is cut
     into the most parts, up to algorithm.minibatches, that are of one size: every step is a mean, so a completion of a
     smaller part would weigh more.
     """
-    dealt = [[index] for index in range(len(groups))]
-    if config.algorithm.minibatch_by == "prompt":
-        of_group: dict[int, list[int]] = {}
-        for index, group in enumerate(groups):
-            of_group.setdefault(group, []).append(index)
-        dealt = list(of_group.values())
+    together = range(len(groups)) if sequences is None else sequences
+    units: dict[int, list[int]] = {}
+    for index, unit in enumerate(groups if config.algorithm.minibatch_by == "prompt" else together):
+        units.setdefault(unit, []).append(index)
+    dealt = list(units.values())
     steps, parts = [], max(n for n in range(1, config.algorithm.minibatches + 1) if len(dealt) % n == 0)
     for epoch in range(config.algorithm.epochs):
         order = np.random.default_rng([config.train.seed, step, epoch]).permutation(len(dealt))

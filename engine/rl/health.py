@@ -1,4 +1,4 @@
-"""Warnings of a reinforcement learning run, by the rows of its metrics: see `run.health`."""
+"""Warn of faults of a reinforcement learning run that its rows of metrics show: see `run.health`."""
 
 import math
 import statistics
@@ -8,11 +8,11 @@ from isoloss.engine.rl.algorithms import advantage_of
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.run.health import Row, Watched
 
-FIRST_STEPS = 10  # whose median lengths and entropies are what a run began with
+FIRST_STEPS = 10  # their median lengths and entropies are a run's first values
 LONGER, LESS_ENTROPY = 2.0, 0.1  # against the first steps
 MISMATCH = 0.1  # nats a token between trainer and backend; bf16 makes about a tenth of it
 STEADY_BATCHES = 10  # with the same mean of a part of the reward
-FIRST_ERROR = "first_reward_error"  # in a row as checks see it: what a reward function said first
+FIRST_ERROR = "first_reward_error"  # in a row that checks get: the first error of a reward function
 
 
 def watched(config: RLConfig) -> Watched:
@@ -34,17 +34,17 @@ def watched(config: RLConfig) -> Watched:
 
 
 def by_group(row: Row) -> bool:
-    """Whether the completions of some prompt have different rewards."""
+    """Return whether the completions of some prompt have different rewards."""
     return row["groups_without_variance"] < row["groups_drawn"]
 
 
 def by_batch(row: Row) -> bool:
-    """Whether some completions have different rewards: enough for advantages that compare over the batch."""
+    """Return whether some completions have different rewards, as advantages that compare over the batch need."""
     return row["reward_std"] > 0
 
 
 class NoVariance:
-    """Rewards that do not differ leave nothing to compare."""
+    """Warn that rewards do not differ, which leaves nothing to compare."""
 
     def __init__(self, config: RLConfig, varied: Callable[[Row], bool]):
         self._advantage, self._varied = config.algorithm.advantage, varied
@@ -80,7 +80,7 @@ def reward_timeouts(row: Row) -> str | None:
 
 
 class Truncated:
-    """Many completions are cut off, so that few of them can be right."""
+    """Warn that many completions are cut off, so that few of them can be right."""
 
     def __init__(self, config: RLConfig):
         self._most, self._masked = config.rollout.max_new_tokens, config.algorithm.mask_truncated
@@ -107,13 +107,13 @@ def no_target(row: Row) -> str | None:
 
 
 class FirstSteps:
-    """What a number was at the beginning."""
+    """The median of a number over the first steps of a run."""
 
     def __init__(self):
         self._values: list[float] = []
 
     def median(self, now: float) -> float | None:
-        """Of the first FIRST_STEPS values; None while `now` is one of them."""
+        """Return the median of the first FIRST_STEPS values; None while `now` is one of them."""
         if len(self._values) < FIRST_STEPS:
             self._values.append(now)
             return None
@@ -121,7 +121,7 @@ class FirstSteps:
 
 
 class Longer:
-    """Completions have become long."""
+    """Warn that completions have become long."""
 
     def __init__(self):
         self._first = FirstSteps()
@@ -138,7 +138,7 @@ class Longer:
 
 
 class LessEntropy:
-    """The policy has all but stopped to explore."""
+    """Warn that the policy has almost stopped exploring."""
 
     def __init__(self):
         self._first = FirstSteps()
@@ -157,11 +157,11 @@ class LessEntropy:
 
 
 class Mismatch:
-    """Trainer and backend compute other log-probabilities for the same tokens and weights."""
+    """Warn that trainer and backend compute different log-probabilities for the same tokens and weights."""
 
     def __init__(self, config: RLConfig):
         algorithm = config.algorithm
-        # Elsewhere the metric also holds what the policy has moved.
+        # Otherwise the metric also contains the change of the policy.
         rollout_ratio = algorithm.old_logprobs == "rollout" and config.steps_per_batch > 1
         self._meaningful = config.rollout.max_staleness == 0 and not rollout_ratio
         can_correct = algorithm.old_logprobs == "train" and algorithm.importance == "none"
@@ -178,7 +178,7 @@ class Mismatch:
 
 
 class ConstantParts:
-    """A part of the reward that has the same mean in batch after batch is the same for all completions."""
+    """Warn of a part of the reward with the same mean in batch after batch: all completions get the same."""
 
     def __init__(self, steps_per_batch: int):
         self._steps = STEADY_BATCHES * steps_per_batch

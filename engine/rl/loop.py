@@ -1,13 +1,15 @@
-"""The reinforcement learning loop: prompts -> rollout -> reward -> advantage -> optimizer steps -> weights."""
+"""Run the reinforcement learning loop: prompts -> rollout -> reward -> advantage -> optimizer steps -> weights."""
 
 from contextlib import closing
 
 from isoloss.engine.batching.distribute import Scatter
+from isoloss.engine.batching.sample import sequence_numbers
 from isoloss.engine.rl.algorithms import check_functions
 from isoloss.engine.rl.backends.servers.api_key import api_key_of
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.critic import Critic
 from isoloss.engine.rl.experience import Models, RolloutBatch, minibatches, with_advantages, with_logprobs
+from isoloss.engine.rl.group_sampling import SampledGroups, sample_groups
 from isoloss.engine.rl.health import watched
 from isoloss.engine.rl.losses import policy_loss
 from isoloss.engine.rl.reference import Reference, fingerprint
@@ -20,7 +22,7 @@ from isoloss.engine.rl.report import (
     rollout_stats,
     summary,
 )
-from isoloss.engine.rl.rollout import Rollout, SampledGroups, sample_groups
+from isoloss.engine.rl.rollout import Rollout
 from isoloss.engine.rl.setup import RLData, load_data, open_rewarder, open_rollout
 from isoloss.engine.run.run import Run, RunResult
 from isoloss.engine.run.session import Session
@@ -28,9 +30,9 @@ from isoloss.parallel.rank0 import is_main
 
 
 def train_rl(config: RLConfig, run_name: str) -> RunResult:
-    """Reinforcement learning, from files of prompts to an exported model.
+    """Run reinforcement learning, from files of prompts to an exported model. Every rank of the world calls it.
 
-    run_name: names the default output folder, `runs/<run_name>`. Every rank of the world calls it.
+    run_name: name of the default output folder, `runs/<run_name>`.
     Raises UserError for what the user can fix; nothing has been written by then unless training had started.
     """
     with Session(config, run_name, load_data, check) as session:
@@ -44,13 +46,13 @@ def train_rl(config: RLConfig, run_name: str) -> RunResult:
         critic = Critic(config, policy) if config.algorithm.uses_critic else None
         folder = session.open_folder()
         models = Models(session.enter_context(closing(Scatter(policy.mesh))), policy, reference, critic)
-        beside = [each for each in (reference, critic) if each is not None]
-        rollout = session.enter_context(open_rollout(config, policy, data, rewarder, folder, beside))
+        others = [model for model in (reference, critic) if model is not None]
+        rollout = session.enter_context(open_rollout(config, policy, data, rewarder, folder, others))
         return _train(config, data, models, rollout, session.open_run(policy, folder, watched(config)))
 
 
 def check(config: RLConfig) -> None:
-    """Refuse a key of a service that is not there, and functions that are not what they should be."""
+    """Refuse a missing key of the servers, and functions that cannot be imported or called."""
     api_key_of(config.rollout)
     check_functions(config.algorithm.advantage, config.algorithm.loss)
 
@@ -70,7 +72,7 @@ def _train(config: RLConfig, data: RLData, models: Models, rollout: Rollout, run
     for step in run.steps(lambda step: evaluate(rollout, data, log, step), save_now):
         if batch.exhausted:
             rollout.sync_weights(step)
-            groups = sample_groups(rollout, config)  # generates and rewards, as their waves are taken
+            groups = sample_groups(rollout, config)  # generated and rewarded as their waves are taken
             batch = make_batch(groups, models, step, config)
             log.batch(step + 1, groups, batch)
             del groups  # the steps need the samples alone
@@ -87,16 +89,16 @@ def _train(config: RLConfig, data: RLData, models: Models, rollout: Rollout, run
 
 
 def make_batch(groups: SampledGroups, models: Models, step: int, config: RLConfig) -> RolloutBatch:
-    """The batch whose first optimizer step is `step`. The models are asked about a wave of completions while the next
+    """Return the batch whose first optimizer step is `step`. The models pass over a wave of completions while the next
     one is generated, if the backend can do both. Collective over the world."""
     asked = [sample for wave in groups.waves for sample in with_logprobs(wave, models, config)]
     samples = models.scatter.make(lambda: with_advantages(asked, groups.kept, config))
-    steps = minibatches([sample.group for sample in samples], step, config)
+    steps = minibatches([sample.group for sample in samples], step, config, sequence_numbers(samples))
     return RolloutBatch(tuple(samples), steps, batch_stats(groups))
 
 
 def evaluate(rollout: Rollout, data: RLData, log: RolloutLog, step: int) -> dict[str, float]:
-    """One completion of every prompt of data.eval, by the present weights."""
+    """Return metrics of one completion of every prompt of data.eval, generated with the present weights."""
     if data.eval is None:
         return {}
     rollout.sync_weights(step)
@@ -106,12 +108,12 @@ def evaluate(rollout: Rollout, data: RLData, log: RolloutLog, step: int) -> dict
 
 
 def save(run: Run, critic: Critic | None, batch: RolloutBatch, rollout: Rollout) -> None:
-    """A checkpoint. The critic's comes first: where there is one of the policy, there is one of its critic."""
+    """Save a checkpoint. The critic's comes first: where the policy has a checkpoint, its critic has one too."""
     run.save({**batch.state(), "rollout": rollout.state()}, critic.stage if critic else None)
 
 
 def restore(run: Run, models: Models, rollout: Rollout) -> RolloutBatch:
-    """Where the checkpoint was taken that the run goes on from."""
+    """Load critic and rollout of the checkpoint that the run resumes from, and return the rest of its batch."""
     state = run.pop_resume_state()
     if state is None:
         return RolloutBatch()

@@ -1,8 +1,8 @@
-"""Per-token losses of policy and critic. They end in a weight from the normalizer, like every other loss.
+"""Compute per-token losses of policy and critic. The normalizer weights their terms, like those of every other loss.
 
-A loss reads of its samples (fields): `advantages`; `rollout_logprobs`, as the backend told; `train_logprobs`, of the
-policy that generated, as the trainer computes them (without them it is the present one, as in the first optimizer step
-after generating); `ref_logprobs`, of the initial policy; `returns` and `old_values`, with a critic.
+A loss reads these fields of its samples: `advantages`; `rollout_logprobs`, from the backend; `train_logprobs` of the
+policy that generated, from the trainer (without them the present policy is that one, as in the first optimizer step
+after generation); `ref_logprobs` of the initial policy; `returns` and `old_values`, with a critic.
 
 All tensors are [N], the labeled tokens of a micro-batch on this rank.
 """
@@ -20,14 +20,14 @@ from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
 from isoloss.engine.step.losses import Loss, PerToken, Term, TokenInputs
 from isoloss.parallel.aggregation import Aggregation
 
-# exp of it is far beyond any clipping range and still finite in fp32, where inf * 0 would be a NaN.
+# Its exponential is far beyond any clipping range and still finite in fp32, where inf * 0 would be a NaN.
 LARGEST_LOG_RATIO = 20.0
-LARGEST_K3 = 10.0  # of k3 as a penalty, per token; as verl and NeMo-RL
+LARGEST_K3 = 10.0  # most that k3 is as a penalty, per token; as in verl and NeMo-RL
 OUTLIER = 0.5  # nats between the trainer's and the backend's log-probability of a token
 
 
 def policy_loss(config: RLConfig) -> Loss:
-    """The loss of a policy step: the policy term, the KL term and the entropy bonus that are switched on."""
+    """Return the loss of a policy step: the policy term, the KL term and the entropy bonus that are switched on."""
     algorithm, main = config.algorithm, config.loss.weighting()
 
     def weighting(mode: str | None) -> Aggregation:
@@ -57,8 +57,8 @@ def policy_loss(config: RLConfig) -> Loss:
 
 
 def clip_loss(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """PPO's clipped surrogate (Schulman et al. 2017, arXiv 1707.06347, eq. 7), with bounds of their own below and above
-    (clip-higher: Yu et al. 2025, DAPO, arXiv 2503.14476) and, where the advantage is negative, dual clipping (Ye et al.
+    """Return PPO's clipped surrogate (Schulman et al. 2017, arXiv 1707.06347, eq. 7), with separate bounds below and
+    above (clip-higher: Yu et al. 2025, DAPO, arXiv 2503.14476) and, for negative advantages, dual clipping (Ye et al.
     2020, arXiv 1912.09729). GRPO, Dr.GRPO and DAPO differ from it in advantages and aggregation only."""
     ratio, advantages = torch.exp(log_ratio(inputs, algorithm)), inputs.fields["advantages"]
     objective = torch.minimum(ratio * advantages, clipped(ratio, algorithm) * advantages)
@@ -69,23 +69,23 @@ def clip_loss(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def gspo_loss(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """Clipped surrogate of the sequence's likelihood ratio, length-normalized: the geometric mean of its tokens' ratios
-    (Zheng et al. 2025, GSPO, arXiv 2507.18071, eq. 5-7). Every token carries the sequence's number, which
-    seq-mean-token-mean makes the paper's objective."""
+    """Return the clipped surrogate of the sequence's likelihood ratio, length-normalized: the geometric mean of its
+    tokens' ratios (Zheng et al. 2025, GSPO, arXiv 2507.18071, eq. 5-7). Every token carries the sequence's number,
+    which seq-mean-token-mean makes the paper's objective."""
     ratio, advantages = torch.exp(sequence_log_ratio(inputs, algorithm)), inputs.fields["advantages"]
     objective = torch.minimum(ratio * advantages, clipped(ratio, algorithm) * advantages)
     return -objective * importance(inputs, algorithm)
 
 
 def cispo_loss(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """REINFORCE with the clipped ratio as a constant weight: no token loses its gradient (MiniMax-M1, arXiv 2506.13585,
-    eq. 4-5; the paper bounds it from above only: algorithm.clip_low=1)."""
+    """Return the REINFORCE loss with the clipped ratio as a constant weight: no token loses its gradient (MiniMax-M1,
+    arXiv 2506.13585, eq. 4-5; the paper bounds the ratio from above only: algorithm.clip_low=1)."""
     weight = clipped(torch.exp(log_ratio(inputs, algorithm)), algorithm).detach()
     return -weight * inputs.fields["advantages"] * inputs.logprobs_N * importance(inputs, algorithm)
 
 
 def reinforce_loss(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """-advantage * log-probability (Williams 1992), corrected by the importance weight if one is configured."""
+    """Return -advantage * log-probability (Williams 1992), corrected by the importance weight if one is configured."""
     return -inputs.fields["advantages"] * inputs.logprobs_N * importance(inputs, algorithm)
 
 
@@ -94,17 +94,17 @@ def train_logprobs(inputs: TokenInputs) -> Tensor:
 
 
 def old_logprobs(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """Of the policy that the ratio starts from."""
+    """Return the log-probabilities of the policy that the ratio starts from."""
     return inputs.fields["rollout_logprobs"] if algorithm.old_logprobs == "rollout" else train_logprobs(inputs)
 
 
 def log_ratio(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """log of the present probability of each token over the old one."""
+    """Return the log of each token's present probability over its old one."""
     return (inputs.logprobs_N - old_logprobs(inputs, algorithm)).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def sequence_log_ratio(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """The mean of log_ratio over the tokens of a sequence, at each of them. Two all-reduces over context."""
+    """Return the mean of log_ratio over a sequence's tokens, at each of them. Two all-reduces over context."""
     tokens = inputs.sequence_sum(torch.ones_like(inputs.logprobs_N))
     mean = inputs.sequence_sum(inputs.logprobs_N - old_logprobs(inputs, algorithm)) / tokens
     return mean.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
@@ -115,10 +115,10 @@ def clipped(ratio: Tensor, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def importance(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor | float:
-    """Truncated importance weight of the trainer's policy over the rollout's, of each token or of its sequence.
+    """Return the truncated importance weight of the trainer's policy over the rollout's, of each token or its sequence.
 
-    The trainer's is the one that generated, or with algorithm.old_logprobs=rollout, where no ratio accounts for the
-    steps since then, the present one.
+    The trainer's policy is the one that generated, or with algorithm.old_logprobs=rollout, where no ratio accounts for
+    the steps since then, the present one.
 
     Engines compute the same weights to different rounding (or precision), so tokens come from a policy that is not
     quite the trainer's: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
@@ -150,8 +150,8 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def bounded_k3(log_ratio: Tensor) -> Tensor:
-    """At most LARGEST_K3, which 2.6 nats up or 11 down reach: one token cannot own the gradient, which is at most 12.6
-    and beyond the bound 0, where k1 and k2 still pull back."""
+    """Return k3, at most LARGEST_K3, which 2.6 nats up or 11 down reach: one token cannot dominate the gradient, which
+    is at most 12.6, and 0 beyond the bound, where k1 and k2 still pull back."""
     return k3(log_ratio).clamp(max=LARGEST_K3)
 
 
@@ -161,7 +161,7 @@ def bounded_k3(log_ratio: Tensor) -> Tensor:
 
 
 def kl_estimator(algorithm: AlgorithmConfig) -> Callable[[Tensor], Tensor]:
-    """Of log(reference / policy)."""
+    """Return the KL estimator, a function of log(reference / policy)."""
     return imported(KL_ESTIMATORS[algorithm.kl_estimator], "algorithm.kl_estimator")
 
 
@@ -178,7 +178,7 @@ def entropy(inputs: TokenInputs) -> Tensor:
 
 
 def value_loss(algorithm: AlgorithmConfig, loss: LossConfig) -> Loss:
-    """Half the squared error of the values, clipped around the old ones like the policy (OpenAI baselines' ppo2)."""
+    """Return half the squared error of the values, clipped around the old ones like PPO's ratio (OpenAI's ppo2)."""
 
     def per_token(inputs: TokenInputs) -> Tensor:
         assert inputs.values_N is not None, "the model has a value head"
@@ -196,14 +196,14 @@ def value_loss(algorithm: AlgorithmConfig, loss: LossConfig) -> Loss:
 
 
 def mean_metrics(algorithm: AlgorithmConfig) -> dict[str, PerToken]:
-    """What the metrics tell of a policy step, as means over its tokens.
+    """Return the metrics of a policy step that are means over its tokens.
 
-    clip_fraction: tokens whose ratio clipping changed the objective (of cispo: the weight); 0 of a loss without a
+    clip_fraction: share of tokens whose clipped ratio changed the objective (cispo: the weight); 0 for a loss without a
     ratio. kl: k3 estimate of the divergence from the initial policy if there is a reference, else from the policy that
-    generated. entropy: in nats.
-    Of the trainer's and the backend's log-probabilities under the weights that generated: train_rollout_logprob_diff,
-    their absolute difference; train_rollout_kl, k3 of the backend's policy from the trainer's; train_rollout_outliers,
-    the share of tokens that are more than half a nat apart. Metrics show a tail, so their k3 has no LARGEST_K3.
+    generated. entropy: nats. Three metrics compare the trainer's and the backend's log-probabilities under the weights
+    that generated: train_rollout_logprob_diff, their absolute difference; train_rollout_kl, k3 of the backend's policy
+    from the trainer's; train_rollout_outliers, the share of tokens that are more than half a nat apart.
+    These metrics have to show a tail, so their k3 has no LARGEST_K3.
     """
 
     loss = loss_of(algorithm.loss)
@@ -243,5 +243,5 @@ def rollout_difference(inputs: TokenInputs) -> Tensor:
 
 
 def rollout_probabilities(inputs: TokenInputs) -> tuple[Tensor, Tensor]:
-    """The trainer's and the backend's, whose correlation MiniMax-M1 (arXiv 2506.13585, section 3.2) and verl watch."""
+    """Return the trainer's and the backend's probabilities, whose correlation MiniMax-M1 (arXiv 2506.13585) watches."""
     return train_logprobs(inputs).exp(), inputs.fields["rollout_logprobs"].exp()

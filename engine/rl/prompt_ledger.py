@@ -1,4 +1,4 @@
-"""Every prompt that a run has drawn, and what became of it. It is part of a checkpoint: none is lost or taken twice."""
+"""Record every prompt that a run draws, and its fate, for checkpoints: no prompt is lost or taken twice."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ REASONS: tuple[Why, ...] = ("no_variance", "reward_failed")
 
 @dataclass
 class Ledger:
-    """The same on every rank. A draw is known by its number: how many prompts the run drew before it.
+    """The prompts drawn, alike on every rank. The number of a draw is the number of prompts drawn before it.
 
-    drawn: prompts so far.
-    in_flight: the draws that are in no batch yet and not dropped, the oldest first.
-    trained: how many groups went into a batch.
-    dropped: how many were generated and left out, for having no variance or since no completion could be rewarded.
-    left_over: those in flight that a batch did not wait for (rollout.over_sample). times_left_over: how often that was.
-    lengths: tokens and completions of groups that were among the first to finish, and of those that were left over.
+    drawn: number of prompts drawn.
+    in_flight: draws that are in no batch yet and not dropped, the oldest first.
+    trained: number of groups that went into a batch.
+    dropped: number of groups left out, for having no variance or since no completion could be rewarded.
+    left_over: draws in flight that a batch did not wait for (rollout.over_sample). times_left_over: total so far.
+    lengths: tokens and completions of groups that were among the first to finish, and of groups that were left over.
     batches: versions of the weights that the newest batches began with, the newest last.
     """
 
@@ -32,7 +32,7 @@ class Ledger:
     batches: list[int] = field(default_factory=list)
 
     def draw(self, count: int) -> None:
-        """So many new prompts."""
+        """Draw `count` new prompts."""
         self.in_flight += range(self.drawn, self.drawn + count)
         self.drawn += count
 
@@ -45,9 +45,9 @@ class Ledger:
         self.dropped[why] += 1
 
     def race(self, lengths: Mapping[int, Sequence[int]], others: Sequence[int]) -> None:
-        """Some groups of several were taken because they finished first, or because they had been left over before.
+        """Record groups that were taken because they finished first or had been left over before.
 
-        lengths: of the completions of each of them. others: the draws that are left over now.
+        lengths: tokens of each of their completions, by draw. others: draws that are left over now.
         """
         for draw, of_group in lengths.items():
             total = self.lengths["left_over" if draw in self.left_over else "first"]
@@ -57,15 +57,15 @@ class Ledger:
         self.times_left_over += len(others)
 
     def begin_batch(self, version: int, remembered: int) -> None:
-        """version: of the weights that it begins with. remembered: batches that a token may be older than it."""
+        """Record the version of the weights that a batch begins with. remembered: largest staleness of a token."""
         self.batches = [*self.batches, version][-(remembered + 1) :]
 
     def staleness(self, versions: Iterable[int]) -> list[int]:
-        """Of tokens that weights of these versions made: how many batches were begun since."""
+        """Return the staleness of tokens of each version: the number of batches that began with newer weights."""
         return [sum(begun > version for begun in self.batches) for version in versions]
 
     def counts(self) -> dict[str, int]:
-        """By the names of metrics. Every prompt is in one of them."""
+        """Return numbers of prompts, by the names of metrics: all drawn, and how many of them are in each state."""
         assert self.drawn == self.trained + sum(self.dropped.values()) + len(self.in_flight), self
         return {
             "prompts_drawn": self.drawn,
@@ -76,13 +76,13 @@ class Ledger:
         }
 
     def mean_lengths(self) -> dict[str, float]:
-        """By the names of metrics: mean tokens of the completions that finished first, and of all that competed."""
+        """Return the mean tokens of the completions that finished first, and of all that competed, by metric."""
         (first, of_first), (left, of_left) = self.lengths["first"], self.lengths["left_over"]
         both = (first + left) / max(of_first + of_left, 1)
         return {"response_length_first": first / max(of_first, 1), "response_length_competing": both}
 
     def state(self) -> dict[str, object]:
-        """For a checkpoint, in plain containers."""
+        """Return plain containers for a checkpoint."""
         return {
             "drawn": self.drawn,
             "in_flight": list(self.in_flight),

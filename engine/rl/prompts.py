@@ -1,7 +1,7 @@
-"""Rows of files -> Prompts.
+"""Read prompts from rows of files.
 
-A row has `prompt`, text or messages, or `messages`; what else it may have is told at `to_prompt`. Messages go through
-the chat template, up to where the assistant starts to speak; text is encoded as it is.
+A row has `prompt`, text or messages, or `messages`; `to_prompt` names its other columns. Messages are rendered with the
+chat template, up to the start of the assistant's turn; text is encoded as it is.
 """
 
 import hashlib
@@ -36,14 +36,14 @@ from isoloss.parallel.runtime import environment
 from isoloss.parallel.runtime.errors import UserError
 
 PROMPT_KEYS = ("prompt", "messages")
-# In this order; the dotted one is verl's, `solution` TRL's.
+# In order of precedence; the dotted name is verl's, `solution` TRL's.
 ANSWER_KEYS = ("answer", "ground_truth", "reward_model.ground_truth", "solution")
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """dropped: rows that were left out for their length. repeated: those left out because an earlier one is alike.
-    rejects: bad rows that were left out."""
+    """The prompts of some files. dropped: number of rows left out for their length. repeated: number of rows left out
+    because an earlier one is alike. rejects: bad rows that were left out."""
 
     prompts: tuple[Prompt, ...]
     dropped: int = 0
@@ -51,15 +51,15 @@ class PromptSet:
     rejects: tuple[Reject, ...] = ()
 
     def digests(self) -> Iterator[bytes]:
-        """Of the tokens of each prompt."""
+        """Return a digest of the tokens of each prompt."""
         return (digest(np.array(prompt.tokens, np.int32)) for prompt in self.prompts)
 
     @property
     def fingerprint(self) -> str:
-        """Of all that completions and rewards may depend on: ids (they seed completions), tokens, and every column."""
+        """Hash all that completions and rewards can depend on: ids (which seed completions), tokens, all columns."""
         digest = hashlib.sha256()
         for prompt in self.prompts:
-            # A Parquet file may hold dates, decimal numbers or bytes, which JSON has not.
+            # A Parquet file may hold dates, decimal numbers or bytes, which JSON does not have.
             digest.update(json.dumps(astuple(prompt), sort_keys=True, default=repr).encode())
         return digest.hexdigest()[:16]
 
@@ -73,12 +73,12 @@ def load_prompts(
     limit: str = "data.max_length",
     duplicates: Literal["keep", "drop"] = "keep",
 ) -> PromptSet:
-    """The rows of data.train or data.eval, in their order. The same on every rank; enters no collective.
+    """Return the prompts of data.train or data.eval, in their order. Alike on every rank; enters no collective.
 
-    data: also says what happens to a prompt of more than max_prompt_tokens, "error" or "drop", how many bad rows may be
-        left out, and gives the chat template its variables; a row's `tools` reach it as well.
-    limit: how messages name max_prompt_tokens.
-    duplicates: whether a row stays whose prompt and answer an earlier row has.
+    data: files, the fate of a prompt of more than max_prompt_tokens ("error" or "drop"), the number of bad rows that
+        may be left out, and variables of the chat template, which gets a row's `tools` as well.
+    limit: name of max_prompt_tokens in messages.
+    duplicates: fate of a row whose prompt and answer an earlier row has.
 
     A row's id is "file:line" with the name of its file, or with its path where two files have the same name.
     Raises UserError, one line, for every mistake in files, rows or options.
@@ -89,7 +89,7 @@ def load_prompts(
     prompts, dropped, repeated = [], 0, 0
     known: set[bytes] = set()
     rejects = Rejects(f"data.{split}", paths, data.max_rejects)
-    speaks = environment.rank_and_world()[0] == 0  # every rank reads all
+    speaks = environment.rank_and_world()[0] == 0  # every rank reads all rows
     progress = Progress("tokenizing", f"prompts of data.{split}", lambda: count_rows(paths), speaks)
     for unread in unread_rows(paths, f"data.{split}"):
         progress.advance()
@@ -120,17 +120,17 @@ def load_prompts(
 
 
 def _digest(row: Row) -> bytes:
-    """Of what a row asks: its prompt as it stands in the file, tools among it, and the answer."""
+    """Hash the question of a row: its prompt as it stands in the file, its tools, and the answer."""
     asked = [[row.values.get(name) for name in (*PROMPT_KEYS, "tools")], find_answer(row.values)]
     return hashlib.sha256(json.dumps(asked, sort_keys=True, default=repr).encode()).digest()
 
 
 def to_prompt(row: Row, template: Template, id: str, source: str) -> Prompt:
-    """A row as a prompt.
+    """Return the prompt of a row.
 
     answer: the row's `answer`, `ground_truth`, `reward_model.ground_truth` or `solution`, the first that is there.
-    source: its `data_source`, else `source`.
-    extra: all columns but the prompt, `answer` and `data_source`, as they are named in the file.
+    source: the row's `data_source`, else `source`.
+    extra: all columns but the prompt, `answer` and `data_source`, by their names in the file.
     """
     values, place = row.values, row.place
     check_columns(values, place)

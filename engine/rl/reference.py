@@ -1,4 +1,4 @@
-"""The initial policy, in the layout of the policy and without a second model."""
+"""Compute log-probabilities of the initial policy, in the layout of the policy and without a second model."""
 
 import hashlib
 import zlib
@@ -17,15 +17,15 @@ from isoloss.engine.step.model_source import ModelSource
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel.collectives import gather_objects
 
-PIECE = 1 << 26  # bytes; two of them hide each other's way
+PIECE = 1 << 26  # bytes; the copies of two pieces overlap
 
 
 class Reference:
-    """The weights that the engine has now, to be asked for log-probabilities later.
+    """A copy of the engine's present weights, to compute log-probabilities with later.
 
-    offload: they wait in pinned host memory, taken once; else beside the policy's. Either way they change places with
-    the policy's for the pass, piece by piece, so that the device never holds more than two pieces besides the two
-    copies (offload: the one).
+    offload: storage in pinned host memory, allocated once; otherwise on the device. Either way the copy changes places
+    with the policy's weights for a pass, piece by piece: the device never holds more than two pieces in addition to the
+    two sets of weights (offload: the one set).
     """
 
     def __init__(self, engine: Engine, *, offload: bool):
@@ -34,15 +34,15 @@ class Reference:
         self._kept = pinned_like(self._live) if offload else [torch.empty_like(tensor) for tensor in self._live]
         for kept, live in zip(self._kept, self._live):
             kept.copy_(live)
-        self._left = torch.cuda.Event(), torch.cuda.Event()  # of each spare piece
+        self._left = torch.cuda.Event(), torch.cuda.Event()  # one for each spare piece, when it is free again
         self._residents = Offloader(engine.device, lambda: () if offload else self._kept)
 
     def offload(self) -> None:
-        """As `Engine.offload`, of the reference's own weights."""
+        """Offload the reference's own weights, as `Engine.offload` does the policy's."""
         self._residents.leave()
 
     def logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
-        """As `Engine.logprobs`, of the initial policy."""
+        """Return log-probabilities of the initial policy, as `Engine.logprobs` does of the present one."""
         self._engine.return_to_device()
         self._residents.onload()
         self._exchange()
@@ -53,13 +53,13 @@ class Reference:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Pieces come and go at the same time, each way on a stream of its own, and the host waits for none."""
+        """Exchange the two sets of weights: pieces come and go at once, on two streams, and the host does not wait."""
         coming, going = torch.cuda.current_stream(), torch.cuda.Stream()
         spares = [torch.empty(PIECE, dtype=torch.uint8, device=self._engine.device) for _ in range(2)]
         for index, (live, kept) in enumerate(self._pieces()):
             spare, left = spares[index % 2][: live.nbytes], self._left[index % 2]
             if index >= 2:
-                coming.wait_event(left)  # before it is written to again
+                coming.wait_event(left)  # before the spare is written to again
             spare.copy_(live)
             live.copy_(kept, non_blocking=True)
             going.wait_stream(coming)
@@ -69,16 +69,16 @@ class Reference:
         coming.wait_stream(going)
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The bytes of both models, cut alike."""
+        """Yield the bytes of both sets of weights, cut alike."""
         for live, kept in zip(self._live, self._kept):
             bytes_ = (each.view(-1).view(torch.uint8).split(PIECE) for each in (live, kept))
             yield from zip(*bytes_)
 
 
 def fingerprint(source: ModelSource) -> Fingerprint:
-    """Of the weights that model.path has now, however its files divide them: CRC-32 of every tensor.
+    """Return a fingerprint of the weights in model.path, however its files divide them: CRC-32 of every tensor.
 
-    They are read once more, one at a time, the ranks sharing the work. One all-gather over the world.
+    The weights are read once more, one at a time, and the ranks share the work. One all-gather over the world.
     """
     weights = weight_map(source.arch)[dist.get_rank() :: dist.get_world_size()]
     mine = [(weight.name, _crc32(source.weights.whole(weight))) for weight in weights]

@@ -1,17 +1,18 @@
-"""What a reinforcement learning run tells: statistics of batches and evaluations, and every completion by its id."""
+"""Report a reinforcement learning run: statistics of batches and evaluations, and every completion by its id."""
 
 import math
 from collections.abc import Mapping, Sequence
 
-from isoloss.engine.data.remarks import repeats_told
+from isoloss.engine.data.remarks import repeat_lines
 from isoloss.engine.data.show_rows import rows_to_show, shown_prompt
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.experience import RolloutBatch
+from isoloss.engine.rl.group_sampling import SampledGroups
 from isoloss.engine.rl.health import FIRST_ERROR
-from isoloss.engine.rl.rollout import SampledGroups
 from isoloss.engine.rl.setup import RLData
 from isoloss.engine.rl.trajectory import Trajectory
 from isoloss.engine.run.metrics import MetricsLog
+from isoloss.engine.run.records import EVAL_ROLLOUTS, ROLLOUTS
 from isoloss.engine.run.run import Run, RunResult
 from isoloss.engine.step.engine import Engine
 from isoloss.models.weights.weight_map import num_parameters
@@ -21,9 +22,9 @@ TABLE_ROWS = 8  # completions of a batch that TensorBoard shows
 
 
 def completion_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """reward_mean, reward_std: of valid rewards. pass@1: the share of them of at least 1. reward_errors: completions
-    without a valid reward. reward_timeouts: those whose verification ran out of time, which gives 0.
-    response_length_mean: tokens. truncated_fraction: those that met max_new_tokens."""
+    """Return mean and standard deviation of the valid rewards; pass@1: share of valid rewards of at least 1;
+    reward_errors: completions without a valid reward; reward_timeouts: completions whose verification ran out of time,
+    which gives 0; response_length_mean: tokens; truncated_fraction: share that reached max_new_tokens."""
     rewards = [t.reward for t in trajectories if t.valid]
     count, all_of = max(len(rewards), 1), max(len(trajectories), 1)
     mean = sum(rewards) / count
@@ -39,7 +40,7 @@ def completion_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def rollout_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """completion_stats of all, of each data source where there are several, and the mean of each part of the reward."""
+    """Return completion_stats of all, and of each data source if there are several, and means of the reward's parts."""
     stats = completion_stats(trajectories)
     sources = sorted({t.prompt.source for t in trajectories})
     for source in sources if len(sources) > 1 else ():
@@ -53,7 +54,7 @@ def rollout_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def batch_stats(groups: SampledGroups) -> dict[str, float]:
-    """Statistics of all that was drawn for a batch, what was dropped included: the policy's own performance."""
+    """Return statistics of all groups drawn for a batch, dropped ones included: the policy's own performance."""
     sampled = [*groups.kept, *groups.dropped]
     stats = rollout_stats([trajectory for group in sampled for trajectory in group.trajectories])
     return stats | {
@@ -66,23 +67,22 @@ def batch_stats(groups: SampledGroups) -> dict[str, float]:
 
 
 class RolloutLog:
-    """output_dir/rollouts.jsonl: a line for every completion ever generated for training, kept or dropped, and
-    eval_rollouts.jsonl for those of evaluations; a table of some of them in TensorBoard.
+    """The log of completions: output_dir/rollouts.jsonl has a line for every completion generated for training, kept or
+    dropped, and eval_rollouts.jsonl for every one of an evaluation; TensorBoard has a table of some of them.
 
-    log: of the run; its rank writes these files as well, and they go on as its own do.
-    told: what warnings may quote of the last batch.
-    Enters no collective.
+    log: log of the run's metrics; its rank writes these files as well, and a resumed run continues them likewise.
+    Keeps the first reward error of the last batch, which warnings quote. Enters no collective.
     """
 
     def __init__(self, log: MetricsLog):
         self._log = log
         self.told: Mapping[str, str] = {}
         if log.enabled:
-            self._train = log.file("rollouts.jsonl")
-            self._eval = log.file("eval_rollouts.jsonl", of_evaluations=True)
+            self._train = log.file(ROLLOUTS)
+            self._eval = log.file(EVAL_ROLLOUTS, of_evaluations=True)
 
     def batch(self, step: int, groups: SampledGroups, batch: RolloutBatch) -> None:
-        """step: the first optimizer step that the batch feeds."""
+        """Log a batch. step: the first optimizer step that the batch feeds."""
         if not self._log.enabled:
             return
         drawn = (t for group in (*groups.kept, *groups.dropped) for t in group.trajectories)
@@ -102,7 +102,7 @@ class RolloutLog:
         self._log.text("rollouts", table(lines[:TABLE_ROWS]), step)
 
     def evaluation(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """step: optimizer steps done."""
+        """Log an evaluation. step: number of optimizer steps done."""
         if not self._log.enabled:
             return
         lines = [_line(step, trajectory, {}) for trajectory in trajectories]
@@ -112,7 +112,7 @@ class RolloutLog:
 
 def _line(step: int, trajectory: Trajectory, more: Mapping[str, object]) -> dict[str, object]:
     completion = trajectory.completion
-    # JSON has no nan: what a function that failed gave is null.
+    # JSON has no nan: the part of a function that failed is null.
     parts = {name: part if math.isfinite(part) else None for name, part in trajectory.parts.items()}
     return {
         "step": step,
@@ -132,7 +132,7 @@ def _line(step: int, trajectory: Trajectory, more: Mapping[str, object]) -> dict
 
 
 def table(lines: Sequence[Mapping[str, object]]) -> str:
-    """A Markdown table of completions."""
+    """Return a Markdown table of completions."""
     columns = [key for key in ("id", "completion", "answer", "reward", "advantage", "finish") if key in lines[0]]
     rows = [" | ".join(columns), " | ".join("---" for _ in columns)]
     for line in lines:
@@ -146,7 +146,7 @@ def _cell(value: object) -> str:
 
 
 def banner(config: RLConfig, data: RLData, run: Run) -> list[str]:
-    """What is about to be trained, on what, and where it goes."""
+    """Return lines about the data, the algorithm and the output of the run that is about to start."""
     algorithm, rollout = config.algorithm, config.rollout
     batch = config.batch.global_size * rollout.num_generations
     dropped = f", {data.train.dropped:,} dropped for their length" if data.train.dropped else ""
@@ -160,22 +160,22 @@ def banner(config: RLConfig, data: RLData, run: Run) -> list[str]:
         f"{config.batch.global_size} prompts x {rollout.num_generations} completions -> {algorithm.minibatches} "
         f"mini-batches of {batch // algorithm.minibatches} x {algorithm.epochs} epochs"
     )
-    lines = [prompts, *data.rejects(config.data).told(run.output_dir)]
+    lines = [prompts, *data.rejects(config.data).lines(run.output_dir)]
     if is_main():
         held_out_digests = data.eval.digests() if data.eval else ()
-        lines += repeats_told(data.train.digests(), held_out_digests, config.batch.global_size, "prompt", "batch")
+        lines += repeat_lines(data.train.digests(), held_out_digests, config.batch.global_size, "prompt", "batch")
     lines.append(work)
     return run.banner("", lines, f"optimizer steps, rollouts by {rollout.backend}")
 
 
 def first_prompts(config: RLConfig, data: RLData) -> list[str]:
-    """Those of data.show_rows."""
+    """Return lines that show the first data.show_rows prompts."""
     shown = data.train.prompts[: rows_to_show(config.data)]
     return [line for prompt in shown for line in shown_prompt(prompt.id, prompt.tokens, data.tokenizer)]
 
 
 def copy_of_the_model(config: RLConfig, engine: Engine) -> list[str]:
-    """Of generation inside the training processes, on GPUs: what it takes there."""
+    """Return a line about the GPU memory that generation inside the training processes takes, where it does."""
     if config.rollout.backend != "transformers" or engine.device.type == "cpu":
         return []
     gib = num_parameters(engine.arch) * engine.model.dtype.itemsize / 2**30
@@ -186,7 +186,7 @@ def copy_of_the_model(config: RLConfig, engine: Engine) -> list[str]:
 
 
 def summary(result: RunResult) -> list[str]:
-    """What a finished run tells its user; the last line says where everything is and what to do next."""
+    """Return the closing lines of a finished run; the last says where its files are and what to do next."""
     lines = []
     if result.last_eval:
         first, last = result.first_eval, result.last_eval

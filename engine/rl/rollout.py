@@ -1,9 +1,11 @@
-"""Prompts -> completions -> rewards: the groups of a batch; and the weights that go the other way."""
+"""Generate and reward the groups of a batch, and give weights to the backend that generates."""
 
+import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,36 +13,46 @@ import numpy as np
 from isoloss.engine.data.dataset import draw_indices
 from isoloss.engine.instruments import watchdog
 from isoloss.engine.instruments.profiling import phase
-from isoloss.engine.rl.backends.protocol import Arrived, RolloutBackend, ignore
+from isoloss.engine.rl.backends.protocol import RolloutBackend
 from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.in_flight import Asked, Choice, InFlight
 from isoloss.engine.rl.prompt_ledger import Ledger
 from isoloss.engine.rl.reward.rewarder import check_rewarded
 from isoloss.engine.rl.reward.scoring import GivesRewards, Scoring
-from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Request, Sampling, Trajectory
+from isoloss.engine.rl.trajectory import Group, Prompt, Sampling, Trajectory
 from isoloss.engine.step.engine import Engine
 from isoloss.parallel import UserError
 from isoloss.parallel.rank0 import RankZero
 
-# How often a batch is asked for again after servers were lost, before the run gives up.
-MAX_ATTEMPTS = 10
-MAX_SYNCS = 3  # the same for an update of the weights
+MAX_ATTEMPTS = 10  # attempts at a batch whose servers are lost, before the run gives up
+MAX_SYNCS = 3  # attempts at an update of the weights
 
 
 class Offloadable(Protocol):
-    """Something of the trainer that is on the device."""
+    """A part of the trainer that is on the device."""
 
     def offload(self) -> None: ...
 
 
 class Rollout:
-    """The backend, the trainer's weights that it has to serve, and the rewards of what it generates.
+    """The backend, its updates with the trainer's weights, and the rewards of its completions.
 
-    rewarder: of rank 0; None on the others.
-    prompts: to train on.
-    beside: what else the trainer has on the device; with rollout.colocated it leaves, as the engine does, before the
-        backend needs the memory, and comes back when it is next used.
-    ledger: of the prompts that were drawn.
-    calls: how many batches were asked of the backend, whatever the number of micro-batches and ranks.
+    With rollout.max_staleness = K there are K + 1 batches of prompts in flight when the trainer waits for the oldest
+    of them. No token is older than K batches then: a group is begun at most K batches before its own. With
+    rollout.over_sample = R > 1 the oldest R batches compete, and a group that was left over is taken next time, a
+    batch late. So there are only K - 1 + R of them in flight.
+
+    For an update of the weights, an evaluation or a checkpoint, requests in flight are aborted. Their partial
+    completions go on afterwards, with the weights of that time.
+
+    Rank 0 knows the completions in flight; every rank has the ledger.
+
+    rewarder: rewarder on rank 0; None on the others.
+    prompts: prompts to train on.
+    offloadables: parts of the trainer on the device other than the engine; with rollout.colocated they are offloaded
+        with it, before the backend needs the memory, and come back when they are next used.
+    ledger: draws of prompts, and what became of each.
+    calls: number of times that groups were waited for.
     """
 
     def __init__(
@@ -51,14 +63,17 @@ class Rollout:
         config: RLConfig,
         prompts: Sequence[Prompt],
         stop_token_ids: tuple[int, ...],
-        beside: Sequence[Offloadable] = (),
+        offloadables: Sequence[Offloadable] = (),
     ):
         self.engine, self.backend, self._prompts = engine, backend, prompts
-        self._scoring = None if rewarder is None else Scoring(rewarder)
         self._seed, self._generations = config.train.seed, config.rollout.num_generations
         self._reward = config.reward
         self._rank0 = RankZero(patient=watchdog.patient)
-        self._beside, self._colocated = beside, config.rollout.colocated
+        self._offloadables, self._colocated = offloadables, config.rollout.colocated
+        self._overlaps = config.overlaps_generation
+        size = config.batch.global_size
+        self._more = math.ceil(config.rollout.over_sample * size) - size  # groups that compete
+        self._ahead = config.rollout.max_staleness * size - (size - self._more if self._more else 0)
         self._bucket_bytes = config.rollout.bucket_mb << 20
         self.sampling = Sampling(
             config.rollout.max_new_tokens,
@@ -69,25 +84,34 @@ class Rollout:
         self._eval_sampling = replace(
             self.sampling, temperature=config.eval_temperature, top_p=config.rollout.eval_top_p
         )
+        self._scoring = None if rewarder is None else Scoring(rewarder)
+        self._in_flight = self._flight(self.sampling)
         self.ledger = Ledger()
         self.version = -1
         self.calls = 0
         self._seconds = {"generate_seconds": 0.0, "sync_seconds": 0.0}
 
     def close(self) -> None:
-        """Collective over the world."""
+        """Stop the rewards and leave the process group. Collective over the world."""
         if self._scoring is not None:
             self._scoring.close()
         self._rank0.close()
 
     def state(self) -> dict[str, object]:
-        """For a checkpoint, in plain containers and tensors; what is rank 0's alone is there. Collective over the
-        world."""
-        return {"ledger": self.ledger.state()}
+        """Return plain containers and tensors for a checkpoint; completions in flight are on rank 0, and go on
+        afterwards. Collective over the world."""
+        if not self._overlaps:
+            return {"ledger": self.ledger.state()}
+        self._stop()
+        state = {"ledger": self.ledger.state(), "completions": self._in_flight.state() if self._in_flight else []}
+        self._begin()
+        return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave. Enters no collective."""
+        """Restore the result of `state`. Enters no collective."""
         self.ledger = Ledger.from_state(state["ledger"])
+        if self._in_flight is not None:
+            self._in_flight.restore(self._asked(self.ledger.in_flight), state.get("completions", ()))
 
     @phase("sync weights")
     def sync_weights(self, version: int) -> None:
@@ -101,54 +125,69 @@ class Rollout:
             if self.backend.weight_version() == version:
                 break
             try:
-                self._stop()
+                if self._overlaps:
+                    self._stop()
                 self._leave_device(weights=False)
                 weights = self.engine.weight_stream(self._bucket_bytes, self.backend.receives)
                 self.backend.update_weights(weights, version)
             except UserError:
                 if not left:
                     raise
-                self.backend.check_health()  # brings lost servers back, or says what is to be done
+                self.backend.check_health()  # brings lost servers back, or raises with a remedy
         self._seconds["sync_seconds"] += time.perf_counter() - started
 
+    def _flight(self, sampling: Sampling) -> InFlight | None:
+        return None if self._scoring is None else InFlight(self.backend, self._scoring, sampling)
+
+    def _begin(self) -> None:
+        """Submit the groups in flight that are not submitted. Enters no collective."""
+        if self._in_flight is not None:
+            self._in_flight.begin(self._asked(self.ledger.in_flight))
+
     def _stop(self) -> None:
-        """Nothing is under way on the backend after this. Collective over the world."""
+        """End the requests in flight and keep their tokens. Collective over the world."""
+        self.backend.serve(self._rank0.compute(lambda: here(self._in_flight).abort(), shown=nothing))
+        self._rank0.compute(lambda: here(self._in_flight).harvest())
 
     def _leave_device(self, *, weights: bool = True) -> None:
-        """With rollout.colocated: the trainer leaves the device, on every rank. weights: False: but for the policy's
-        weights, which the backend is about to be sent. Collective over the world."""
+        """Offload the trainer on every rank, with rollout.colocated. weights: False keeps the policy's weights, which
+        the backend is about to be sent. Collective over the world."""
         if self._colocated:
             self.engine.offload(weights=weights)
-            for tenant in self._beside:
-                tenant.offload()
+            for part in self._offloadables:
+                part.offload()
             self._rank0.meet()
 
     def take_seconds(self) -> dict[str, float]:
-        """generate_seconds (rewards included) and sync_seconds since it was last asked for."""
+        """Return generate_seconds (rewards included) and sync_seconds since the last call."""
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return taken
 
     def take_counts(self) -> dict[str, int]:
-        """See `RolloutBackend`."""
+        """Return the backend's counts: see `RolloutBackend`."""
         return self.backend.take_counts()
 
     def collect(self, count: int, prefetch: int = 0) -> list[Group]:
-        """Rewarded completions of the next `count` prompts, rollout.num_generations of each, in the order of their
-        draws; their outlines on ranks but 0. The ledger has them in flight until it is told what becomes of them.
+        """Return `count` rewarded groups, rollout.num_generations completions each, in the order of their draws; their
+        outlines on ranks but 0. They are the oldest in flight, or the first of the oldest to be whole. The ledger has
+        them in flight until its caller trains or drops them.
 
-        prefetch: how many will be asked for next, which may be begun already.
+        prefetch: number of groups to be taken next, which servers begin already.
         Collective over the world.
         """
-        self.ledger.draw(count)
+        wanted = count + (prefetch + self._ahead if self._overlaps else 0)
+        self.ledger.draw(max(0, wanted - len(self.ledger.in_flight)))
+        competing = self.ledger.in_flight[: count + self._more]
+        needed = [draw for draw in competing if not self._more or draw in self.ledger.left_over][:count]
         asked = self._asked(self.ledger.in_flight)
-        rewarded = self._rewarded([prompt for prompt, _ in asked], [ids for _, ids in asked], self.sampling)
-        return [
-            Group(draw, prompt, tuple(trajectories))
-            for draw, (prompt, _), trajectories in zip(self.ledger.in_flight, asked, rewarded)
-        ]
+        groups = self._rewarded(self._in_flight, asked, Choice(competing, needed, count))
+        if self._more:
+            lengths = {draw: [len(t.completion.tokens) for t in each] for draw, each in groups.items()}
+            self.ledger.race(lengths, [draw for draw in competing if draw not in groups])
+        return [Group(draw, asked[draw][0], tuple(each)) for draw, each in groups.items()]
 
     def token_ages(self, groups: Sequence[Group]) -> dict[str, float]:
-        """staleness_mean, staleness_max: of their tokens, in batches. Collective over the world."""
+        """Return staleness_mean and staleness_max of the groups' tokens, in batches. Collective over the world."""
 
         def ages() -> dict[str, float]:
             tokens_of: Counter[int] = Counter()
@@ -161,71 +200,74 @@ class Rollout:
 
         return self._rank0.compute(ages)
 
-    def _asked(self, draws: Sequence[int]) -> list[tuple[Prompt, list[str]]]:
-        """Of each draw the prompt, and the ids of its completions."""
+    def _asked(self, draws: Sequence[int]) -> Asked:
+        """Return the prompt of each draw and the ids of its completions."""
         if not draws:
-            return []
+            return {}
         first = min(draws)
         indices = draw_indices(len(self._prompts), first, max(draws) - first + 1, self._seed).tolist()
         prompts = [self._prompts[indices[draw - first]] for draw in draws]
-        return [
-            (prompt, [f"{prompt.id}/{draw}/{k}" for k in range(self._generations)])
+        return {
+            draw: (prompt, [f"{prompt.id}/{draw}/{k}" for k in range(self._generations)])
             for draw, prompt in zip(draws, prompts)
-        ]
+        }
 
     def evaluate(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
-        """One rewarded completion of each prompt, with the same randomness every time; their outlines on ranks but 0.
-        Collective over the world.
+        """Return one rewarded completion of each prompt, with the same randomness every time; outlines on ranks but 0.
+        Requests in flight go on afterwards. Collective over the world.
 
         Raises UserError where none could be rewarded.
         """
-        ids = [[f"{prompt.id}/eval/0"] for prompt in prompts]
-        trajectories = [only for (only,) in self._rewarded(prompts, ids, self._eval_sampling)]
+        if self._overlaps:
+            self._stop()
+        asked = {number: (prompt, [f"{prompt.id}/eval/0"]) for number, prompt in enumerate(prompts)}
+        choice = Choice(range(len(prompts)), range(len(prompts)), len(prompts))
+        groups = self._rewarded(self._flight(self._eval_sampling), asked, choice)
+        trajectories = [only for (only,) in groups.values()]
         check_rewarded(trajectories, self._reward)
-        self.take_seconds()  # with those of the weights that it needed: they belong to no step
+        self.take_seconds()  # with its seconds of weight sync: they belong to no step
+        if self._overlaps:
+            self._begin()
         return trajectories
 
-    def _rewarded(
-        self, prompts: Sequence[Prompt], ids: Sequence[Sequence[str]], sampling: Sampling
-    ) -> list[list[Trajectory]]:
-        """A group of each prompt. ids: of its completions."""
-        started = time.perf_counter()
-        requests = [Request(id, prompt.tokens) for prompt, of_group in zip(prompts, ids) for id in of_group]
-        scoring = self._scoring
-        awaited = [scoring.expect(*each) for each in zip(prompts, ids)] if scoring else []
-        completions = self._generate(requests, sampling, scoring.add if scoring else ignore)
-
-        def rewards() -> list[list[Trajectory]]:
-            assert scoring is not None, "this is rank 0"
-            for completion in completions:  # those of other ranks
-                scoring.add(completion)
-            return scoring.take(awaited)
-
-        with phase("rewards"):
-            rewarded = self._rank0.run(rewards, outlines)
-        self._seconds["generate_seconds"] += time.perf_counter() - started
-        return rewarded
-
-    @phase("generate")
-    def _generate(self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived = ignore) -> list[Completion]:
-        """Ask, and where servers were lost on the way see to the weights and ask for the rest again."""
+    def _rewarded(self, flight: InFlight | None, asked: Asked, choice: Choice) -> dict[int, list[Trajectory]]:
+        """Return the chosen groups by draw. Where servers are lost meanwhile, sync the weights and submit again."""
         self.calls += 1
-        completions: dict[str, Completion] = {}
-        pending = list(requests)
+        started = time.perf_counter()
         for _ in range(MAX_ATTEMPTS):
-            self._leave_device()
-            answers = self.backend.generate(pending, sampling, arrived)
-            completions |= {answer.id: answer for answer in answers if answer is not None}
-            pending = [request for request in pending if request.id not in completions]
-            if not pending:
-                return list(completions.values())
+            self._generate(flight, asked, choice)
+            with phase("rewards"):
+                groups = self._rank0.run(lambda: here(flight).take(choice), outlines)
+            if groups is not None:
+                self._seconds["generate_seconds"] += time.perf_counter() - started
+                return groups
             self.backend.check_health()  # with the device to themselves, as servers take memory when they start
             self.sync_weights(self.version)
-        raise lost_too_often(len(pending), len(requests))
+        raise lost_too_often(*self._rank0.compute(lambda: here(flight).missing(choice)))
+
+    @phase("generate")
+    def _generate(self, flight: InFlight | None, asked: Asked, choice: Choice) -> None:
+        """Submit the groups that are not in flight, and generate until the chosen ones are whole."""
+
+        def submit() -> Future[None]:
+            here(flight).begin(asked)
+            return here(flight).goal(choice)
+
+        self._leave_device()
+        self.backend.serve(self._rank0.compute(submit, shown=nothing))
 
 
-def outlines(groups: Iterable[Iterable[Trajectory]]) -> list[list[Trajectory]]:
-    return [[trajectory.outline() for trajectory in group] for group in groups]
+def here(flight: InFlight | None) -> InFlight:
+    assert flight is not None, "this is rank 0"
+    return flight
+
+
+def nothing(goal: Any) -> None:
+    """Return nothing of a future to ranks other than 0."""
+
+
+def outlines(groups: dict[int, list[Trajectory]] | None) -> dict[int, list[Trajectory]] | None:
+    return groups and {draw: [trajectory.outline() for trajectory in each] for draw, each in groups.items()}
 
 
 def lost_too_often(lost: int, asked: int) -> UserError:
@@ -233,78 +275,3 @@ def lost_too_often(lost: int, asked: int) -> UserError:
         f"rollout: {lost} of {asked} completions were lost with their servers {MAX_ATTEMPTS} times in a row; look at "
         "the servers' logs"
     )
-
-
-@dataclass
-class SampledGroups:
-    """What is sampled for a batch; whole when its waves have been taken.
-
-    waves: the groups to learn from, as they come.
-    kept: all of them, in the order of their draws.
-    dropped: those that dynamic sampling left out, for having no variance.
-    counts: of the ledger, and how old the tokens of what is kept are, by the names of metrics.
-    """
-
-    kept: list[Group] = field(default_factory=list)
-    dropped: list[Group] = field(default_factory=list)
-    rounds: int = 0
-    counts: Mapping[str, float] = field(default_factory=dict)
-    waves: Iterator[list[Group]] = field(default_factory=lambda: iter(()))
-
-
-def sample_groups(rollout: Rollout, config: RLConfig) -> SampledGroups:
-    """The groups of a batch, generated and rewarded as their waves are taken: batch.global_size of them, or with
-    dynamic sampling as many that have variance.
-
-    rollout.waves come in the first round, one in each other, and their groups follow from the order of the prompts, not
-    from who is ready first.
-
-    A round takes exactly what is still missing, so nothing is generated and then left over; what is dropped is logged.
-    (DAPO, arXiv 2503.14476, section 3.2.)
-    Raises UserError where dynamic sampling finds too few and algorithm.on_shortage says so, or finds none, and where
-    nothing that was drawn could be rewarded.
-    """
-    sampled = SampledGroups()
-    sampled.waves = _waves(rollout, sampled, config)
-    return sampled
-
-
-def _waves(rollout: Rollout, sampled: SampledGroups, config: RLConfig) -> Iterator[list[Group]]:
-    algorithm, wanted, ledger = config.algorithm, config.batch.global_size, rollout.ledger
-    ledger.begin_batch(rollout.version, config.rollout.max_staleness)
-    kept, dropped = sampled.kept, sampled.dropped
-    for sampled.rounds in range(1, algorithm.max_draws + 1):
-        missing = wanted - len(kept)
-        sizes = wave_sizes(missing, config.rollout.waves if sampled.rounds == 1 else 1)
-        for number, size in enumerate(sizes):
-            wave = []
-            for group in rollout.collect(size, prefetch=sum(sizes[number + 1 :])):
-                if algorithm.dynamic_sampling and not group.varied:
-                    ledger.drop(group.draw, "no_variance" if group.rewarded else "reward_failed")
-                    dropped.append(group)
-                else:
-                    ledger.train(group.draw)
-                    wave.append(group)
-            kept += wave
-            if wave:
-                yield wave
-        check_rewarded([t for group in (*kept, *dropped) for t in group.trajectories], config.reward)
-        enough = len(kept) == wanted
-        if enough:
-            break
-    if not enough and (algorithm.on_shortage == "error" or not kept):
-        solved = sum(any(t.valid and t.reward > 0 for t in group.trajectories) for group in dropped)
-        raise UserError(
-            f"dynamic sampling: after algorithm.max_draws={algorithm.max_draws} rounds only {len(kept)} of "
-            f"batch.global_size={wanted} groups have rewards that differ ({len(dropped)} dropped, "
-            f"{solved} of them all right); raise max_draws or rollout.num_generations, choose prompts of "
-            "medium difficulty" + (", or set algorithm.on_shortage=smaller" if kept else "")
-        )
-    lengths = ledger.mean_lengths() if config.rollout.over_sample > 1 else {}
-    sampled.counts = {**ledger.counts(), **lengths, **rollout.token_ages(kept)}
-
-
-def wave_sizes(groups: int, waves: int) -> list[int]:
-    """As even as can be, and none of 0."""
-    waves = min(waves, groups)
-    return [(n + 1) * groups // waves - n * groups // waves for n in range(waves)]

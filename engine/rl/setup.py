@@ -1,4 +1,4 @@
-"""What a reinforcement learning run starts from: its prompts, its reward functions, its rollout backend."""
+"""Load the prompts and open the reward functions and the rollout backend of a reinforcement learning run."""
 
 import contextlib
 import hashlib
@@ -15,9 +15,8 @@ from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.chat_template import NOTHING
 from isoloss.engine.data.dataset import check_files, steps_for_epochs
 from isoloss.engine.data.turn_ends import turn_ends
-from isoloss.engine.rl.async_rollout import AsyncRollout
 from isoloss.engine.rl.backends.local.megatron_backend import MegatronBackend
-from isoloss.engine.rl.backends.local.transformers_backend import InProcessBackend
+from isoloss.engine.rl.backends.local.transformers_backend import TransformersBackend
 from isoloss.engine.rl.backends.protocol import RolloutBackend
 from isoloss.engine.rl.backends.servers.backend import ServerBackend
 from isoloss.engine.rl.backends.sglang.server import SGLangServer
@@ -38,12 +37,12 @@ from isoloss.parallel.runtime import environment
 
 @dataclass(frozen=True)
 class RLData(Data[PromptSet]):
-    """Prompts and their tokenizer. stop_token_ids: they end a completion too."""
+    """Prompts and their tokenizer. stop_token_ids: tokens that also end a completion."""
 
     tokenizer: Any
 
     def fingerprints(self) -> list[Fingerprint]:
-        """As `Data.fingerprints`: which prompts a batch takes, where completions end and what text rewards see."""
+        """Return fingerprints of the prompts, the tokens that end completions and the vocabulary of rewards' texts."""
         vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()
         prompts = (
             "a file of data.train or its name, data.max_length, data.overlong, data.duplicates, data.template_kwargs, "
@@ -92,8 +91,8 @@ def load_data(config: RLConfig, arch: Architecture) -> RLData:
 
 
 def stop_tokens(folder: Path, tokenizer: Any, template_kwargs: Mapping[str, Any] = NOTHING) -> tuple[int, ...]:
-    """The tokens that end a completion: the tokenizer's end token, those that the folder declares, and those that end
-    the assistant's turns in the chat template."""
+    """Return the tokens that end a completion: the tokenizer's end token, those that the folder declares, and those
+    that end the assistant's turns in the chat template."""
     declared = declared_stops(folder, max(tokenizer.get_vocab().values()))
     stop = tuple(sorted({*declared, *turn_ends(tokenizer, template_kwargs).values()}))
     if not stop:
@@ -106,7 +105,7 @@ def stop_tokens(folder: Path, tokenizer: Any, template_kwargs: Mapping[str, Any]
 
 @contextlib.contextmanager
 def open_rewarder(config: RLConfig, data: RLData) -> Iterator[Rewarder | None]:
-    """The reward functions, in worker processes of rank 0; None on other ranks, where nobody asks them.
+    """Open the reward functions, in worker processes of rank 0; None on other ranks, which do not call them.
 
     Raises UserError, on rank 0, where a function cannot be used. Enters no collective.
     """
@@ -125,22 +124,17 @@ def open_rollout(
     data: RLData,
     rewarder: Rewarder | None,
     output_dir: Path,
-    beside: Sequence[Offloadable] = (),
+    offloadables: Sequence[Offloadable] = (),
 ) -> Iterator[Rollout]:
-    """The rollout with the configured backend. beside: see `Rollout`. Collective over the world."""
+    """Open the rollout with the configured backend. offloadables: see `Rollout`. Collective over the world."""
     if config.rollout.colocated:  # servers that are started here find the device empty
-        for tenant in (engine, *beside):
-            tenant.offload()
+        for part in (engine, *offloadables):
+            part.offload()
         dist.barrier()
     backend = open_backend(config, engine, output_dir)
     try:
         backend.check_health()
-        what = config, data.train.prompts, data.stop_token_ids, beside
-        if config.generates_beside:
-            assert isinstance(backend, ServerBackend), "the configuration refuses others"
-            rollout = AsyncRollout(engine, backend, rewarder, *what)
-        else:
-            rollout = Rollout(engine, backend, rewarder, *what)
+        rollout = Rollout(engine, backend, rewarder, config, data.train.prompts, data.stop_token_ids, offloadables)
         with contextlib.closing(rollout):
             yield rollout
     finally:
@@ -154,4 +148,4 @@ def open_backend(config: RLConfig, engine: Engine, output_dir: Path) -> RolloutB
         return ServerBackend(config.rollout, config.model.path, vocab_size, logs, SGLangServer, weight_sync)
     if config.rollout.backend == "megatron":
         return MegatronBackend(engine, config.rollout.concurrency)
-    return InProcessBackend(config.model.path, engine.model.dtype, engine.device, config.rollout.concurrency)
+    return TransformersBackend(config.model.path, engine.model.dtype, engine.device, config.rollout.concurrency)

@@ -1,8 +1,8 @@
-"""The nouns of a rollout. Tokens are those that the backend really read and produced: text is never tokenized again.
+"""Define the data of a rollout. Tokens are those that the backend read and produced: text is never tokenized again.
 
-Rank 0 has the numbers of completions, and the other ranks outlines: everything else of them.
+Rank 0 has the numbers of completions; the other ranks have outlines, without these numbers.
 
-An id leads from a prompt's row to everything made of it: "train.jsonl:17" is the prompt of that line, and
+An id leads from a prompt's row to everything made from it: "train.jsonl:17" is the prompt of that line, and
 "train.jsonl:17/42/3" completion 3 of the 42nd prompt drawn in the run.
 """
 
@@ -19,13 +19,13 @@ Finish = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of data.train or data.eval, as the policy reads it and as reward functions see it.
+    """A row of data.train or data.eval, as the policy reads it and as reward functions see it.
 
     id: "file:line" of the row.
     tokens: token ids, with the generation prompt of the chat template.
     prompt: the row's `prompt` as it stands there, text or messages.
-    answer: the row's `answer`, None if it has none.
-    source: what metrics are grouped by: the row's `data_source`, else the name of its file without ending.
+    answer: the row's `answer`; None if the row has none.
+    source: group in the metrics: the row's `data_source`, else the name of its file without ending.
     extra: further columns.
     """
 
@@ -39,11 +39,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose tokens. A completion ends with (and contains) the first of stop_token_ids, or after max_new_tokens.
+    """Rules to sample tokens. A completion ends with (and contains) the first of stop_token_ids, or at max_new_tokens.
 
     temperature: 0 is greedy.
     top_p: nucleus; 1 switches it off.
-    seed: of the run; a request adds its own id.
+    seed: seed of the run; a request adds its own id.
     """
 
     max_new_tokens: int
@@ -54,10 +54,10 @@ class Sampling:
 
 
 class Numbers(Sequence):
-    """Numbers of one kind, 4 or 8 bytes each in memory and on the way to other ranks; a tuple of Python's own takes 80
-    for a token, its log-probability and its version. Equal to the tuple of them.
+    """Numbers of one kind, 4 or 8 bytes each in memory and on the way to other ranks; Python objects in tuples take 80
+    for a token, its log-probability and its version. Equal to a tuple of the same numbers.
 
-    kind: as `array.array` names it.
+    kind: type code of `array.array`.
     """
 
     __slots__ = ("_numbers",)
@@ -98,7 +98,7 @@ class Numbers(Sequence):
 
 
 class Absent(Sequence):
-    """As many numbers as are on rank 0. Raises RuntimeError where one is asked for."""
+    """A stand-in for numbers on rank 0, of the same length. Raises RuntimeError where a number is read."""
 
     __slots__ = ("_length",)
 
@@ -117,13 +117,13 @@ class Absent(Sequence):
 
 @dataclass(frozen=True)
 class Completion:
-    """What came out for a request.
+    """The tokens generated for a request.
 
-    tokens, logprobs, versions: kept as `Numbers`, whatever they are given as; `Absent` in an outline.
-    logprobs: of each token under softmax(logits / temperature) of the whole vocabulary (top_p does not renormalize;
-        with temperature 0, of softmax(logits)).
+    tokens, logprobs, versions: any sequences, kept as `Numbers`; `Absent` in an outline.
+    logprobs: log-probability of each token under softmax(logits / temperature) of the whole vocabulary (top_p does not
+        renormalize; with temperature 0, under softmax(logits)).
     versions: the weight version that produced each token.
-    finish: "stop" with a stop token at the end, "length" at max_new_tokens, "abort" where the backend was told to stop.
+    finish: "stop" with a stop token at the end, "length" at max_new_tokens, "abort" where the backend was stopped.
     """
 
     id: str
@@ -143,20 +143,20 @@ class Completion:
             )
 
     def outline(self) -> "Completion":
-        """What other ranks than 0 have of it."""
+        """Return the completion without its numbers, for ranks other than 0."""
         absent = Absent(len(self.tokens))
         return Completion(self.id, absent, absent, absent, self.finish)
 
     def followed_by(self, more: "Completion") -> "Completion":
-        """This one and the tokens that continue it; `more` says how it ended."""
+        """Return this completion with the tokens of `more`, which continue it, and the finish of `more`."""
         tokens, logprobs = [*self.tokens, *more.tokens], [*self.logprobs, *more.logprobs]
         return Completion(self.id, tokens, logprobs, [*self.versions, *more.versions], more.finish)
 
 
 @dataclass(frozen=True)
 class Request:
-    """One completion to generate, after prompt_tokens; `partial` is what an earlier, aborted attempt gave, to go on
-    from: the completion then begins with its tokens, and max_new_tokens counts them."""
+    """A completion to generate, after prompt_tokens. partial: result of an earlier, aborted attempt, to be continued:
+    the completion then begins with its tokens, and max_new_tokens counts them."""
 
     id: str
     prompt_tokens: tuple[int, ...]
@@ -167,10 +167,10 @@ class Request:
 class Trajectory:
     """A completion of a prompt and its reward.
 
-    text: "" in an outline.
-    reward: math.nan where the reward function failed, which `error` tells; the completion is then masked.
-    parts: of a weighted sum, by the function's name.
-    timed_out: whether its verification ran out of time, which gives 0.
+    text: text of the completion; "" in an outline.
+    reward: weighted sum; math.nan where a reward function failed or none applies, as `error` says: it is then masked.
+    parts: results of the reward functions, unweighted, by label of the function.
+    timed_out: whether the verification ran out of time, which gives 0.
     """
 
     prompt: Prompt
@@ -186,7 +186,7 @@ class Trajectory:
         return math.isfinite(self.reward) and len(self.completion.tokens) > 0
 
     def outline(self) -> "Trajectory":
-        """What other ranks than 0 have of it."""
+        """Return the trajectory without text and numbers, for ranks other than 0."""
         return replace(self, completion=self.completion.outline(), text="")
 
 
@@ -200,11 +200,11 @@ class Group:
 
     @property
     def rewarded(self) -> bool:
-        """Whether a completion has a reward."""
+        """Return whether a completion has a reward."""
         return any(trajectory.error is None for trajectory in self.trajectories)
 
     @property
     def varied(self) -> bool:
-        """Whether the valid rewards differ: a group that is all right or all wrong teaches a group baseline nothing."""
+        """Return whether the valid rewards differ: equal ones give a group baseline nothing to learn from."""
         rewards = [trajectory.reward for trajectory in self.trajectories if trajectory.valid]
         return bool(rewards) and min(rewards) < max(rewards)

@@ -1,6 +1,6 @@
-"""Functions that a user names, `module:function` or `file.py:function`: rewards, losses, advantages.
+"""Load functions that a user names, `module:function` or `file.py:function`: rewards, losses, advantages.
 
-It imports the standard library alone: reward workers load this file by its path, without isoloss.
+This module imports the standard library alone: reward workers load this file by its path, without isoloss.
 """
 
 import difflib
@@ -16,11 +16,11 @@ from typing import Any
 
 
 class NotFoundError(Exception):
-    """Ends the sentence "reward.function=NAME ..."."""
+    """A function that cannot be loaded. Its message ends the sentence "reward.function=NAME ..."."""
 
 
 def load(function: str) -> Callable[..., Any]:
-    """The function of that name. Raises NotFoundError."""
+    """Import and return the function of that name. Raises NotFoundError."""
     target, _, name = function.rpartition(":")
     try:
         module = load_file(target) if target.endswith(".py") else importlib.import_module(target)
@@ -45,7 +45,7 @@ def load(function: str) -> Callable[..., Any]:
 
 @functools.cache
 def load_file(path: str) -> ModuleType:
-    """Run once for all the functions that are wanted of it."""
+    """Run a file, once for all its functions, and return its module."""
     if not os.path.isfile(path):
         raise NotFoundError(f"names a file that is not there, seen from {os.getcwd()}: correct the path")
     # Its own name might be that of a library: a file math_verify.py would hide the real one.
@@ -63,7 +63,7 @@ PRODUCT = {__file__, os.path.join(os.path.dirname(__file__), "reward", "worker.p
 
 
 def reason(error: BaseException) -> str:
-    """One line: the exception, and the line of code that it comes from."""
+    """Return one line: the exception, and the line of code that raised it."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in PRODUCT]
     own = [frame for frame in frames if not frame.filename.startswith("<frozen")]

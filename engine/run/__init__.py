@@ -1,1 +1,1 @@
-"""Around the steps: folder, metrics, checkpoints when they are due, spikes, stragglers, preemption, the end."""
+"""Do what every run needs around its steps: folder, metrics, checkpoints, warnings, spikes, preemption, export."""

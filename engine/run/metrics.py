@@ -1,7 +1,6 @@
-"""What a run reports: metrics.jsonl, TensorBoard scalars, a progress bar; and model FLOPs utilisation (MFU)."""
+"""Report the metrics of a run: metrics.jsonl, TensorBoard, a progress bar, and model FLOPs utilisation (MFU)."""
 
 import contextlib
-import json
 import math
 import re
 import sys
@@ -17,9 +16,12 @@ import torch
 
 from isoloss.engine.instruments.console import duration, say
 from isoloss.engine.instruments.files import AppendOnlyFile, JsonLines
+from isoloss.engine.run.records import EVALUATIONS, METRICS, RunRecords
+from isoloss.engine.step.engine import OptimResult
+from isoloss.engine.step.forward_backward import StepMetrics
 
 # Dense bf16 FLOPs per second of a device, from NVIDIA's data sheets (which give twice this, with sparsity). The first
-# pattern found in torch.cuda.get_device_name() counts, so variants come before the plain name.
+# pattern that matches torch.cuda.get_device_name() counts, so variants come before the plain name.
 PEAK_FLOPS = (
     (r"GB200", 2500e12),
     (r"B200", 2250e12),
@@ -30,10 +32,10 @@ PEAK_FLOPS = (
     (r"H100", 989e12),
     (r"A100", 312e12),
 )
-PLAIN_LINE_SECONDS = 10.0  # between progress lines where stderr is a file
+PLAIN_LINE_SECONDS = 10.0  # seconds between progress lines if stderr is a file
 
-# What a line of progress has of a row, by the key that must be there.
-TOLD = {
+# Parts of a progress line, by the key of the row that a part needs.
+PROGRESS_FIELDS = {
     "reward_mean": "reward {reward_mean:.3f}",
     "pass@1": "pass@1 {pass@1:.3f}",
     "groups_drawn": "no variance {groups_without_variance}/{groups_drawn}",
@@ -45,7 +47,7 @@ TOLD = {
 
 
 class MetricsLog:
-    """Writes a run's metrics; a context manager, closed at the end of the block however it ends.
+    """Writes a run's metrics. A context manager, whose end closes all files.
 
     output_dir/metrics.jsonl: a JSON object per optimizer step, in the file when `log` returns. output_dir/eval.jsonl:
     one per evaluation. output_dir/tensorboard: the same scalars as train/<key> and eval/<key>. Progress goes to stderr:
@@ -53,31 +55,31 @@ class MetricsLog:
     A disk that refuses any of them for a while ends no run, and no row is lost: see `AppendOnlyFile`.
 
     enabled: True on the one rank that writes; on the others every method does nothing. No collective is entered.
-    start_step: optimizer steps already done, 0 for a new run. What an earlier run wrote about later steps, which this
-        run does again, is taken out of both files and hidden in TensorBoard, so every step is told once. So is its
-        evaluation after start_step, with which this run begins.
-    total_steps: the step at which the run ends.
+    start_step: optimizer steps done before, 0 for a new run. Rows of later steps, and the evaluation after start_step,
+        are removed from both files and hidden in TensorBoard, as this run repeats them.
+    total_steps: last step of the run.
     """
 
     def __init__(self, output_dir: str | Path, *, enabled: bool, total_steps: int, start_step: int = 0):
         self.enabled = enabled
         if not enabled:
             return
-        from isoloss.engine.run.tensorboard import EventFile  # takes a second, which only this rank has to spend
+        from isoloss.engine.run.tensorboard import EventFile  # takes a second, spent on this rank alone
 
         self._folder, self._start_step = Path(output_dir), start_step
         self._folder.mkdir(parents=True, exist_ok=True)
         self._tensorboard = EventFile(self._folder / "tensorboard", start_step + 1 if start_step else 0)
         self._files: list[AppendOnlyFile] = [self._tensorboard.file]
-        self._train = self.file("metrics.jsonl")
-        self._eval = self.file("eval.jsonl", of_evaluations=True)
+        self._train = self.file(METRICS)
+        self._eval = self.file(EVALUATIONS, of_evaluations=True)
         progress = _Bar if sys.stderr.isatty() else _Lines
         self._progress = progress(start_step, total_steps)
 
     def file(self, name: str, *, of_evaluations: bool = False, begun: bool = True) -> JsonLines:
-        """Another file of the run's folder, which goes on and ends with this log. Only where `enabled`.
+        """Open another file of the run's folder, which is resumed and closed with this log. Only if `enabled`.
 
-        begun: it is there from now on, be it empty; else from its first row on.
+        of_evaluations: whether the row of start_step is removed too, as the run repeats that evaluation.
+        begun: whether the file exists from now on; else from its first row on.
         """
         file = JsonLines(self._folder / name, self._start_step - of_evaluations)
         self._files.append(file)
@@ -86,8 +88,10 @@ class MetricsLog:
         return file
 
     def log(self, step: int, values: Mapping[str, float]) -> Mapping[str, float]:
-        """Report optimizer step `step`, counted from 1. Values are numbers or 0-d tensors; `step` is not among them.
-        Returns them as plain numbers, and nothing where it is not enabled."""
+        """Report optimizer step `step`, counted from 1. Return the values as plain numbers; {} if not enabled.
+
+        values: numbers or 0-d tensors, without "step".
+        """
         if not self.enabled:
             return {}
         row = self._record("train", self._train, step, values)
@@ -101,11 +105,10 @@ class MetricsLog:
             say(f"evaluation after step {step}: {summary(row)}", error=True)
 
     def earlier(self) -> list[defaultdict[str, float]]:
-        """The rows of the steps that a resumed run has done, with 0 for what an earlier isoloss did not tell."""
+        """Return the rows of the steps that a resumed run has done, with 0 for keys that an earlier isoloss lacked."""
         if not self.enabled or not self._start_step:
             return []
-        with self._train.path.open(encoding="utf-8") as lines:
-            rows = [json.loads(line) for line in lines]
+        rows = RunRecords(self._folder).metrics()
         return [defaultdict(float, {key: float(value) for key, value in row.items()}) for row in rows]
 
     def _record(self, group: str, file: JsonLines, step: int, values: Mapping[str, float]) -> dict[str, int | float]:
@@ -116,26 +119,26 @@ class MetricsLog:
         return row
 
     def text(self, name: str, markdown: str, step: int) -> None:
-        """Show a text in TensorBoard."""
+        """Write a text for TensorBoard."""
         if self.enabled:
             self._tensorboard.text(step, name, markdown)
 
     def retry(self) -> None:
-        """Write what the disk refused, if it takes it now: before a checkpoint, which is not to know of more."""
+        """Write again what the disk refused. Called before a checkpoint, so that the files have all rows up to it."""
         for file in self._files if self.enabled else ():
             file.retry()
 
     def end_progress(self) -> None:
-        """Leave the progress as it is: what is printed from now on stands below it. Twice does no harm."""
+        """End the progress bar, so that later lines appear below it. May be called again."""
         if self.enabled:
             self._progress.close()
 
     def close(self) -> None:
-        """Flush and close everything. Twice does no harm."""
+        """Flush and close all files and the progress bar. May be called again."""
         if not self.enabled:
             return
-        for each in (*self._files, self._progress):
-            each.close()
+        for output in (*self._files, self._progress):
+            output.close()
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -145,20 +148,21 @@ class MetricsLog:
 
 
 def _number(value: float) -> int | float:
-    """A plain int or float of a Python, numpy or 0-d torch number; counts stay integers."""
+    """Convert a Python, numpy or 0-d torch number to a plain int or float."""
     if isinstance(value, torch.Tensor):
         value = value.item()
     return int(value) if isinstance(value, Integral) else float(value)
 
 
 def finite_or_text(row: Mapping[str, float]) -> dict[str, float | str]:
-    """JSON has no nan and no infinity: they are told as "nan", "inf" and "-inf"."""
+    """Replace nan and infinities, which JSON lacks, by "nan", "inf" and "-inf"."""
     return {key: value if math.isfinite(value) else str(value) for key, value in row.items()}
 
 
 class _Bar:
-    """Progress on a terminal, from the first step on. The numbers come first, so that a narrow terminal has them."""
+    """Shows progress on a terminal, from the first step on."""
 
+    # The numbers come first, so that a narrow terminal shows them.
     FORMAT = "step {n_fmt}/{total_fmt}  {desc}  ETA {remaining} {bar}"
 
     def __init__(self, start_step: int, total_steps: int):
@@ -168,12 +172,12 @@ class _Bar:
     def show(self, step: int, row: Mapping[str, float]) -> None:
         from tqdm import tqdm
 
-        told = summary(row)
-        with contextlib.suppress(OSError):  # the terminal is gone
+        text = summary(row)
+        with contextlib.suppress(OSError):  # the terminal was closed
             if self._bar is None:
                 options = {"dynamic_ncols": True, "bar_format": self.FORMAT}
-                self._bar = tqdm(desc=told, total=self._total_steps, initial=step, **options)
-            self._bar.set_description_str(told, refresh=False)
+                self._bar = tqdm(desc=text, total=self._total_steps, initial=step, **options)
+            self._bar.set_description_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
 
     def close(self) -> None:
@@ -182,7 +186,7 @@ class _Bar:
 
 
 class _Lines:
-    """Progress in a log file: few lines, each whole."""
+    """Shows progress in a log file, by few lines."""
 
     def __init__(self, start_step: int, total_steps: int):
         self._start_step, self._total_steps = start_step, total_steps
@@ -201,40 +205,65 @@ class _Lines:
 
 
 def summary(row: Mapping[str, float]) -> str:
-    """Of a step or an evaluation. In reinforcement learning the loss is about 0, and the rewards tell how it goes."""
-    told = {key: text for key, text in TOLD.items() if key in row and not (key == "loss" and "reward_mean" in row)}
-    return "  ".join(text.format_map(row) for text in told.values())
+    """Return the line about a step or an evaluation."""
+    # In reinforcement learning the loss is about 0 and says nothing, so rewards stand for it.
+    hidden = "loss" if "reward_mean" in row else None
+    texts = [text for key, text in PROGRESS_FIELDS.items() if key in row and key != hidden]
+    return "  ".join(text.format_map(row) for text in texts)
+
+
+def metrics_row(metrics: StepMetrics, result: OptimResult, seconds: float, utilization: float) -> dict[str, float]:
+    """Return the row of metrics.jsonl of one optimizer step."""
+    return {
+        **metrics.terms,
+        **metrics.observed,
+        **({} if metrics.reruns is None else {"dispatch_reruns": metrics.reruns}),
+        "loss": metrics.loss,  # the sum of all terms replaces the term of that name
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "valid_tokens": metrics.valid_tokens,
+        "total_tokens": metrics.total_tokens,
+        "computed_tokens": metrics.computed_tokens,
+        "sequences": metrics.sequences,
+        "micro_batches": metrics.micro_batches,
+        "weight_sum": metrics.weight_sum,
+        "applied": int(result.applied),
+        "seconds": seconds,
+        "train_seconds": metrics.seconds + result.seconds,
+        "tokens_per_second": metrics.total_tokens / seconds,
+        "mfu": utilization,
+    }
 
 
 def mfu(forward_flops: float, seconds: float, peak_flops_per_device: float, num_devices: int) -> float:
-    """Model FLOPs utilisation of training, 0..1: FLOPs that the step needs, over what the devices could have done in
-    that time. It needs three times those of the forward, as backward makes two products for each that forward made.
+    """Return model FLOPs utilisation of a training step, 0..1: its FLOPs over what the devices could do in that time.
 
-    Recomputing activations does not count as work of the model. Source: Chowdhery et al. 2022 (PaLM), appendix B.
+    Recomputation of activations does not count. Source: Chowdhery et al. 2022 (PaLM), appendix B.
     """
+    # A step takes three times the FLOPs of its forward, as backward has two matrix products for each of forward.
     return 3.0 * forward_flops / (seconds * peak_flops_per_device * num_devices)
 
 
 def peak_flops(device: torch.device | str) -> float:
-    """FLOPs per second of one device, the yardstick of `mfu`.
+    """Return the peak FLOPs per second of one device, for `mfu`.
 
-    A GPU in PEAK_FLOPS: its dense bf16 figure, whatever the precision of the run. Any other device, the CPU above all:
-    the best of three square matrix products (CPU: 1024, fp32, with the threads this process has; GPU: 8192, bf16),
-    measured once per process. A measured figure shifts with the load of the machine, and processes that
-    share cores share the peak: compare such MFU within a run only.
+    A GPU in PEAK_FLOPS: its dense bf16 figure, whatever the precision of the run. Any other device: the best of three
+    square matrix products (CPU: 1024, fp32, with the threads of this process; GPU: 8192, bf16), measured once per
+    process. A measured peak depends on the load of the machine, and processes that share cores share the peak, so
+    compare such MFU within a run only.
     """
     device = torch.device(device)
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        listed = [peak for pattern, peak in PEAK_FLOPS if re.search(pattern, name)]
-        return listed[0] if listed else _measured_peak(str(device), 8192, torch.bfloat16)
+        peaks = [peak for pattern, peak in PEAK_FLOPS if re.search(pattern, name)]
+        return peaks[0] if peaks else _measured_peak(str(device), 8192, torch.bfloat16)
     return _measured_peak(str(device), 1024, torch.float32)
 
 
 @cache
 def _measured_peak(device: str, size: int, dtype: torch.dtype) -> float:
-    """FLOPs per second of [size, size] x [size, size], 2 * size^3 FLOPs; one product first to warm up."""
-    # Random, as GPUs run constant matrices at higher clocks; a generator of its own, as the run's must not be advanced.
+    """Measure the FLOPs per second of [size, size] x [size, size], 2 * size^3 FLOPs, after a product to warm up."""
+    # Random, as GPUs run constant matrices at higher clocks. A separate generator, as the run's must not advance.
     a = torch.randn(size, size, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
     out = a @ a
     best = math.inf

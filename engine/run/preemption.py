@@ -1,5 +1,5 @@
-"""A run that is told to end saves first: by SIGTERM, by SIGUSR1, which Slurm sends before the end of the time, or by
-SIGINT, which is Ctrl-C."""
+"""Notice signals to end, so that a run saves first: SIGTERM, SIGUSR1 (Slurm, before the time limit), SIGINT
+(Ctrl-C)."""
 
 import signal
 import threading
@@ -13,7 +13,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Preemption:
-    """Whether a rank of the world was told to end. group: of the world, on the host."""
+    """Notes signals to end. group: all ranks of the world, on the host."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
@@ -21,29 +21,26 @@ class Preemption:
         self._before: dict[signal.Signals, Any] = {}
 
     def begin(self) -> None:
-        """From now on the signals are noted. Elsewhere than in its main thread a process cannot be told. A shell has
-        what runs in the background of a script ignore SIGINT, which stays so."""
+        """Install the handlers. Only a main thread can."""
         if threading.current_thread() is threading.main_thread():
+            # A shell makes processes in the background of a script ignore SIGINT. They go on to ignore it.
             ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-            noted = [each for each in SIGNALS if each != signal.SIGINT or not ignored]
-            self._before = {each: signal.signal(each, self._note) for each in noted}
+            numbers = [number for number in SIGNALS if number != signal.SIGINT or not ignored]
+            self._before = {number: signal.signal(number, self._note) for number in numbers}
 
     def end(self) -> None:
-        """From now on they do what they did before."""
-        for each, before in self._before.items():
-            signal.signal(each, before)
+        """Restore the handlers of before."""
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
-    def told(self) -> signal.Signals | None:
-        """The signal that a rank got, the same on every rank: between two steps, so that all end after the same one.
-
-        One all-reduce over the world.
-        """
+    def received(self) -> signal.Signals | None:
+        """Return the signal that any rank received, the same on every rank. One all-reduce over the world."""
         highest = torch.tensor(self._received)
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._group)
         return signal.Signals(int(highest)) if highest else None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """The second Ctrl-C does what it did before: it raises KeyboardInterrupt, or what a program made of it."""
+        """Note a signal. The second Ctrl-C runs the handler of before, which by default raises KeyboardInterrupt."""
         before = self._before[signal.Signals(number)]
         if number == signal.SIGINT and self._received and callable(before):
             before(number, frame)

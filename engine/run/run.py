@@ -1,7 +1,5 @@
-"""A run of a recipe: resume, evaluate, save, guard, log, export. SFT and reinforcement learning share it; what they do
-in an optimizer step is theirs."""
+"""Resume, evaluate, save, guard, log and export a run. All recipes share it; each has its own optimizer step."""
 
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,17 +17,24 @@ from isoloss.engine.checkpoint.writer import HostCopies
 from isoloss.engine.config.schema import Config
 from isoloss.engine.instruments import watchdog
 from isoloss.engine.instruments.console import say
-from isoloss.engine.instruments.garbage import Garbage
 from isoloss.engine.instruments.profiling import StepProfile
+from isoloss.engine.instruments.startup import Garbage
 from isoloss.engine.instruments.watchdog import Watchdog
 from isoloss.engine.memory import preflight
-from isoloss.engine.run.folder import DATE_KEY, Fingerprint, resume_fingerprint, settings, settings_told
-from isoloss.engine.run.health import Health, Watched
-from isoloss.engine.run.metrics import MetricsLog, mfu, peak_flops
+from isoloss.engine.run.folder import (
+    DATE_KEY,
+    Fingerprint,
+    changed_settings,
+    replace_export,
+    resume_fingerprint,
+    settings,
+    step_folder,
+)
+from isoloss.engine.run.health import Health, Stragglers, Watched
+from isoloss.engine.run.metrics import MetricsLog, metrics_row, mfu, peak_flops
 from isoloss.engine.run.preemption import Preemption
 from isoloss.engine.run.spikes import NAME as BAD_STEPS
 from isoloss.engine.run.spikes import BadStepGuard
-from isoloss.engine.run.stragglers import Stragglers
 from isoloss.engine.step.engine import Engine, Limits, OptimResult
 from isoloss.engine.step.forward_backward import StepMetrics
 from isoloss.engine.step.optimizer import learning_rate
@@ -44,12 +49,12 @@ from isoloss.parallel.runtime.process_group import host_group
 
 @dataclass(frozen=True)
 class RunResult:
-    """Where a run ended.
+    """The result of a run.
 
-    checkpoint: the last one.
-    export: the Hugging Face folder, None without checkpoint.export_hf.
-    first_eval, last_eval: metrics of the evaluations; empty without data.eval.
-    idle: a line about the steps that learned nothing, on the rank that speaks to the user.
+    checkpoint: folder of the last checkpoint.
+    export: Hugging Face folder; None without checkpoint.export_hf.
+    first_eval, last_eval: metrics of the first and last evaluation; empty without data.eval.
+    idle: lines about steps that learned nothing, on the rank that prints.
     """
 
     output_dir: Path
@@ -60,7 +65,7 @@ class RunResult:
     idle: Sequence[str] = ()
 
     def closing_line(self, what: str, file: str) -> str:
-        """Where everything is and what to do next. what: is in this `file` of the run's folder."""
+        """Return the last line of a run: its outputs and the next command. what: contents of `file` in the folder."""
         model = f"model for transformers in {self.export}; " if self.export else ""
         return (
             f"done: {model}checkpoint in {self.checkpoint}; {what} in {self.output_dir}/{file}; "
@@ -69,12 +74,13 @@ class RunResult:
 
 
 class Run:
-    """One run, on every rank: a new one in the folder that `open_folder` made, or with checkpoint.resume one that goes
-    on from the newest whole checkpoint there. A context manager, whose end closes its metrics. Collective over the
-    world.
+    """A run on every rank: new, or with checkpoint.resume continued from the newest undamaged checkpoint.
 
-    done: optimizer steps done so far.
-    total_steps: of the whole run.
+    A context manager, whose end closes the metrics. Collective over the world.
+
+    output_dir: folder that `open_folder` created.
+    done: number of optimizer steps done so far.
+    total_steps: number of optimizer steps of the whole run.
     metrics: metrics.jsonl, TensorBoard and the progress bar.
     """
 
@@ -89,9 +95,8 @@ class Run:
     ):
         self._engine, self._config, self._fingerprints = engine, config, fingerprints
         self.output_dir, self.total_steps = output_dir, total_steps
-        state = self._load_newest() if config.checkpoint.resume else None
-        self._state = state
-        self._changed = settings_told(config, (state or {}).get("settings", {}))
+        self._state = state = self._load_newest() if config.checkpoint.resume else None
+        self._changed = changed_settings(config, (state or {}).get("settings", {}))
         self.done = 0 if state is None else int(state["step"])
         self.metrics = MetricsLog(output_dir, enabled=is_main(), total_steps=total_steps, start_step=self.done)
         self._health = Health(watched, self.metrics.earlier())
@@ -111,10 +116,9 @@ class Run:
         self._last_eval: Mapping[str, float] = {}
 
     def pop_resume_state(self) -> Mapping[str, Any] | None:
-        """What `save` was given in the checkpoint that the run resumed from; None for a new run. It may be large: the
-        run has it no more."""
-        taken, self._state = self._state, None
-        return taken
+        """Return the state given to `save` in the resumed checkpoint; None for a new run. May be called once."""
+        state, self._state = self._state, None  # freed, as it may be large
+        return state
 
     def __enter__(self) -> "Run":
         self._garbage.begin()
@@ -129,18 +133,18 @@ class Run:
         self._garbage.end()
         self.metrics.close()
         dist.destroy_process_group(self._group)
-        del self._group  # whose threads end with it
+        del self._group  # ends its threads
 
     def steps(
         self, evaluate: Callable[[int], Mapping[str, float]], save: Callable[[], None] | None = None
     ) -> Iterator[int]:
-        """The optimizer steps still to be done, from 0; the body of the loop does one and calls `log`.
+        """Yield the optimizer steps still to be done, from 0. The body of the loop does a step and calls `log`.
 
-        evaluate: metrics after so many steps, empty where there is nothing to evaluate on; called before the first step
-            and every train.eval_every.
-        save: writes a checkpoint, by default `save`; called every checkpoint.every. Both also after the last step.
+        evaluate: function of the number of steps done that returns metrics, empty without rows to evaluate on; called
+            before the first step, every train.eval_every steps and after the last.
+        save: function that writes a checkpoint, by default `save`; called every checkpoint.every and after the last.
 
-        Raises PreemptedError after a checkpoint, where a rank was told to end.
+        Raises PreemptedError, after a checkpoint, if a rank received a signal to end.
         """
         self._first_eval = self._evaluate(evaluate)
         while self.done < self.total_steps:
@@ -158,18 +162,18 @@ class Run:
                 (save or self.save)()
             elif every and self.done % every == 0:
                 self._check_replicas()
-            if self.done < self.total_steps and (told := self._preemption.told()):
+            if self.done < self.total_steps and (received := self._preemption.received()):
                 if not due:
                     (save or self.save)()
-                self._leave(told)
+                self._leave(received)
 
     def lr(self) -> float:
-        """The learning rate of the step under way."""
+        """Return the learning rate of the current step."""
         return learning_rate(self.done, self._config.optim, self.total_steps)
 
     def limits(self) -> Limits:
-        """What the step under way must not exceed to be applied."""
-        return self._guard.not_to_apply()
+        """Return the loss and gradient norm above which the current step is not applied."""
+        return self._guard.apply_limits()
 
     def log(
         self,
@@ -177,17 +181,18 @@ class Run:
         metrics: StepMetrics,
         result: OptimResult,
         more: Mapping[str, float] = {},
-        told: Mapping[str, str] = {},
+        texts: Mapping[str, str] = {},
     ) -> None:
-        """Log the step that has just been done. Raises UserError where too many in a row were not finite.
+        """Log the step just done. Raises UserError after train.max_bad_steps bad steps in a row.
 
-        told: what warnings may quote, by the names that their checks have for it.
+        more: further values for the row of metrics.
+        texts: texts that warnings quote, by name.
         """
         step, seconds = self.done + 1, time.perf_counter() - self._started
         utilization = mfu(metrics.total_cost, seconds, self._peak, dist.get_world_size())
         row = self.metrics.log(step, {**metrics_row(metrics, result, seconds, utilization), **more})
         if is_main():
-            for warning in self._health.warnings(step, {**row, **told}):
+            for warning in self._health.warnings(step, {**row, **texts}):
                 say(warning, error=True)
         if line := self._memory.after_step(device.peak_bytes()):
             self.print([line])
@@ -197,55 +202,54 @@ class Run:
     def save(
         self,
         state: Mapping[str, object] = {},
-        beside: Callable[[Path, int, HostCopies | None], checkpoint.Staged] | None = None,
+        stage_other: Callable[[Path, int, HostCopies | None], checkpoint.Staged] | None = None,
     ) -> None:
-        """Write a checkpoint, beside training with checkpoint.asynchronous, and delete the oldest ones. Collective over
-        the world.
+        """Write a checkpoint and delete the oldest ones. Collective over the world.
 
-        state: what the run needs besides the engine's to go on, in plain containers and tensors.
-        beside: stages another checkpoint, of (output_dir, step, copies), which is on the disk before this one.
-        Raises NotWrittenError where two in a row could not be written, and DivergedError for weights that must not be.
+        state: further state of the run, in plain containers and tensors; the engine's is saved anyway.
+        stage_other: function of (output_dir, step, copies) that stages another checkpoint, written before this one.
+        Raises NotWrittenError if two in a row could not be written, and DivergedError if replicas of weights differ.
         """
         folder = step_folder(self.output_dir, self.done)
-        if folder.exists():  # a resumed run that went back past it; what is complete is never replaced
+        if folder.exists():  # a run that resumed from an earlier step repeats this one. Checkpoints are never replaced
             return
         if self._config.train.check_replicas_every:
             self._check_replicas()
         self.metrics.retry()
         fingerprint = resume_fingerprint(self._config, self._engine.arch)
-        of_data = {each.of: each.value for each in self._fingerprints}
-        own_state = {"step": self.done, "guard": self._guard.state(), "settings": settings(self._config)}
-        extra = {**own_state, DATE_KEY: self._config.data.date, **fingerprint, **of_data, **state}
-        own = partial(self._engine.stage, folder, extra)
-        self._saver.save(*((partial(beside, self.output_dir, self.done), own) if beside else (own,)))
+        contents = {content.name: content.value for content in self._fingerprints}
+        progress = {"step": self.done, "guard": self._guard.state(), "settings": settings(self._config)}
+        extra = {**progress, DATE_KEY: self._config.data.date, **fingerprint, **contents, **state}
+        stage = partial(self._engine.stage, folder, extra)
+        self._saver.save(*((partial(stage_other, self.output_dir, self.done), stage) if stage_other else (stage,)))
 
     def finish(self) -> RunResult:
-        """Wait for the last checkpoint, and export the model, if asked. Raises NotWrittenError."""
+        """Wait for the last checkpoint and export the model. Raises NotWrittenError. Collective over the world."""
         self.metrics.end_progress()
         self._saver.wait(last=True)
         folder = step_folder(self.output_dir, self.done)
         with watchdog.patient():
-            export = self._export()
+            wanted = self._config.checkpoint.export_hf
+            export = replace_export(self.output_dir, self._engine.export_hf) if wanted else None
         return RunResult(self.output_dir, folder, export, self._first_eval, self._last_eval, self._health.summary())
 
     def print(self, lines: Sequence[str]) -> None:
-        """Print on the rank that speaks to the user."""
+        """Print lines on rank 0."""
         if lines and is_main():
             say(*lines)
 
     def banner(self, weights: str, data: Sequence[str], work: str) -> list[str]:
-        """What is about to be trained, on what, and where it goes: a wrong path or preset shows here, not hours later.
+        """Return lines about the model, the data and the outputs, so that a wrong path or preset shows at the start.
 
-        weights: where they come from.
-        data: lines about it.
-        work: what a step is made of.
+        weights, work: source of the weights and contents of a step, in words.
+        data: lines about the data.
         """
         config, model = self._config, self._engine.model
         layers = transformer_engine.description(config.model.transformer_engine)
         stages = f" (layers {'+'.join(map(str, model.stages))})" if model.mesh.layout.pp > 1 else ""
         source = self._engine.source.path
         kernels = config.kernels.delta_rule, config.train.precision
-        slow = flash_linear_attention.missed(*kernels) if model.arch.delta is not None else None
+        slow = flash_linear_attention.missed(*kernels) if any(model.arch.linear) else None
         lines = [
             f"device: {device.describe(dist.get_world_size())}, {config.train.precision}",
             f"model: {source}, {num_parameters(model.arch):,} parameters{weights}, layers of {layers}",
@@ -261,25 +265,25 @@ class Run:
         return [*lines, done + left, *self._changed]
 
     def _load_newest(self) -> dict[str, Any] | None:
-        """Go on from the newest checkpoint that is whole; damaged ones are told of and kept under another name, so that
-        their steps can be saved again. Raises DamagedError, and renames nothing, where all are damaged."""
-        found = checkpoint.newest_whole(self.output_dir / "checkpoints", self._engine.load)
-        if found is None:
+        """Load the newest undamaged checkpoint, and return its state. Damaged newer ones are reported and renamed, so
+        that their steps can be saved again. Raises DamagedError, and renames none, if all are damaged."""
+        newest = checkpoint.newest_undamaged(self.output_dir / "checkpoints", self._engine.load)
+        if newest is None:
             return None
-        folder, state, damaged = found
-        for each, problem in damaged.items() if is_main() else ():
-            kept = checkpoint.set_aside(each)
-            say(f"passed over, and kept as {kept}: {problem}; going on from {folder}", error=True)
+        folder, state, damaged = newest
+        for damaged_folder, problem in damaged.items() if is_main() else ():
+            aside = checkpoint.set_aside(damaged_folder)
+            say(f"passed over, and kept as {aside}: {problem}; going on from {folder}", error=True)
         return state
 
     def _check_replicas(self) -> None:
         self._engine.check_replicas(self._group, f"after step {self.done}")
 
-    def _leave(self, told: signal.Signals) -> NoReturn:
+    def _leave(self, received: signal.Signals) -> NoReturn:
         self._saver.wait(last=True)
         folder = step_folder(self.output_dir, self.done)
-        self.print([f"told to end by {told.name}: saved {folder}; go on with checkpoint.resume=true"])
-        raise PreemptedError(told)
+        self.print([f"told to end by {received.name}: saved {folder}; go on with checkpoint.resume=true"])
+        raise PreemptedError(received)
 
     def _planned_peak(self) -> float:
         mesh = self._engine.mesh
@@ -293,45 +297,3 @@ class Run:
         if self._last_eval:
             self.metrics.log_eval(self.done, self._last_eval)
         return self._last_eval
-
-    def _export(self) -> Path | None:
-        """Leave a Hugging Face folder in output_dir/hf; that of an earlier end of this run is replaced."""
-        if not self._config.checkpoint.export_hf:
-            return None
-        folder, unfinished = self.output_dir / "hf", self.output_dir / ".hf.partial"
-        if is_main():
-            shutil.rmtree(unfinished, ignore_errors=True)
-        dist.barrier()
-        self._engine.export_hf(unfinished)
-        if is_main():
-            shutil.rmtree(folder, ignore_errors=True)
-            unfinished.rename(folder)
-        dist.barrier()
-        return folder
-
-
-def step_folder(output_dir: Path, step: int) -> Path:
-    return output_dir / "checkpoints" / checkpoint.STEP_FOLDER.format(step)
-
-
-def metrics_row(metrics: StepMetrics, result: OptimResult, seconds: float, utilization: float) -> dict[str, float]:
-    """The row of metrics.jsonl of one optimizer step."""
-    return {
-        **metrics.terms,
-        **metrics.observed,
-        **({} if metrics.reruns is None else {"dispatch_reruns": metrics.reruns}),
-        "loss": metrics.loss,  # the whole of it, not the term of that name
-        "grad_norm": result.grad_norm,
-        "lr": result.lr,
-        "valid_tokens": metrics.valid_tokens,
-        "total_tokens": metrics.total_tokens,
-        "computed_tokens": metrics.computed_tokens,
-        "sequences": metrics.sequences,
-        "micro_batches": metrics.micro_batches,
-        "weight_sum": metrics.weight_sum,
-        "applied": int(result.applied),
-        "seconds": seconds,
-        "train_seconds": metrics.seconds + result.seconds,
-        "tokens_per_second": metrics.total_tokens / seconds,
-        "mfu": utilization,
-    }

@@ -1,5 +1,5 @@
-"""How a run of any recipe begins: checks that a rank makes alone, the cheapest first; its data; the ranks meet and make
-the engine; and when nothing speaks against it, the folder is made and the run begins."""
+"""Begin the run of any recipe: check what a rank can check alone, the cheapest first, load the data, join the world and
+build the engine, and after all checks create the folder and start the run."""
 
 import contextlib
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ from isoloss.engine.config.schema import Config, DataConfig
 from isoloss.engine.data.bad_rows import Reject, RejectsOfRun
 from isoloss.engine.run.folder import Fingerprint, check_fingerprints, check_folder, open_folder, with_date
 from isoloss.engine.run.health import Watched
-from isoloss.engine.run.rank_agreement import check_ranks_agree, of_functions
+from isoloss.engine.run.rank_agreement import check_ranks_agree, function_fingerprints
 from isoloss.engine.run.run import Run
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.model_source import resolve
@@ -21,7 +21,7 @@ from isoloss.parallel.runtime import device
 
 
 class Rows(Protocol):
-    """fingerprint: a digest of all that is learned from the rows. rejects: bad rows that were left out."""
+    """The rows of a split: a digest of all that is learned from them, and the bad rows that were left out."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -35,11 +35,11 @@ RowsT = TypeVar("RowsT", bound=Rows)
 
 @dataclass(frozen=True)
 class Data(ABC, Generic[RowsT]):
-    """What a recipe learns from, on every rank.
+    """The data of a run, on every rank.
 
-    train, eval: the rows of data.train and data.eval.
+    train, eval: rows of data.train and data.eval.
     total_steps: length of the run in optimizer steps.
-    stop_token_ids: tokens that end what the model says, which its export names.
+    stop_token_ids: tokens that end the model's turns, for generation_config.json of the export.
     """
 
     train: RowsT
@@ -49,15 +49,16 @@ class Data(ABC, Generic[RowsT]):
 
     @abstractmethod
     def fingerprints(self) -> list[Fingerprint]:
-        """What must stay the same when the run goes on: it decides what a step sees and learns."""
+        """Return fingerprints of all that a resumed run must not change, as it decides what a step learns."""
 
-    def of_evaluation(self) -> list[Fingerprint]:
-        """Of what may change when a run goes on, and not from rank to rank."""
+    def evaluation_fingerprints(self) -> list[Fingerprint]:
+        """Return fingerprints of what a resumed run may change, but what must be the same on all ranks."""
         if self.eval is None:
             return []
         return [Fingerprint("the content of data.eval", self.eval.fingerprint, "a file of data.eval")]
 
     def rejects(self, data: DataConfig) -> RejectsOfRun:
+        """Return the bad rows of both splits."""
         return RejectsOfRun.of(data, self.train.rejects, self.eval.rejects if self.eval else ())
 
 
@@ -66,13 +67,14 @@ DataT = TypeVar("DataT", bound=Data)
 
 
 class Session(contextlib.ExitStack, Generic[ConfigT, DataT]):
-    """A run, from its checks to its end, on every rank. What is opened in it is closed in reverse order.
+    """A run on every rank, from its checks to its end. Its parts are closed in the reverse order of their opening.
 
-    run_name: names the default output folder, `runs/<run_name>`.
-    load_data: reads the rows; check: what can be refused before the model's files are read. Both enter no collective.
-    config: the one given, with a data.date where a chat template asks for one.
+    run_name: name of the default output folder, `runs/<run_name>`.
+    load_data: function that reads the rows. Enters no collective.
+    check: function that refuses a configuration before the model's files are read. Enters no collective.
+    config: the given configuration, with a data.date if a chat template asks for one.
 
-    Raises UserError for what the user can fix; before `open_folder` nothing but the cache of tokenized rows is written.
+    Raises UserError for mistakes of the user. Before `open_folder` only the cache of tokenized rows is written.
     """
 
     def __init__(
@@ -94,23 +96,27 @@ class Session(contextlib.ExitStack, Generic[ConfigT, DataT]):
         self.pin(*self.data.fingerprints())
 
     def pin(self, *fingerprints: Fingerprint) -> None:
-        """Let checkpoints hold these as well. Raises UserError if the one that the run goes on from has others."""
+        """Add fingerprints to checkpoints. Raises UserError if the checkpoint that the run resumes has others."""
         check_fingerprints(self.config, self._run_name, fingerprints)
         self._fingerprints += fingerprints
 
     def open_engine(self) -> Engine:
-        """The engine, on ranks that were all given the same. Joins the world. Raises UserError on every rank."""
-        given = [*self._fingerprints, *self.data.of_evaluation(), *of_functions(self.config.functions)]
-        check_ranks_agree(self.config, self._run_name, self.source, given)
+        """Join the world and build the engine. Raises UserError on every rank if ranks were given different inputs."""
+        fingerprints = [
+            *self._fingerprints,
+            *self.data.evaluation_fingerprints(),
+            *function_fingerprints(self.config.functions),
+        ]
+        check_ranks_agree(self.config, self._run_name, self.source, fingerprints)
         engine = Engine(self.config, self.source)
         engine.stop_token_ids = self.data.stop_token_ids
         return engine
 
     def open_folder(self) -> Path:
-        """The run's folder. One broadcast over the world."""
+        """Create the run's folder. One broadcast over the world."""
         return self.enter_context(open_folder(self.config, self._run_name))
 
     def open_run(self, engine: Engine, output_dir: Path, watched: Watched) -> Run:
-        """Collective over the world."""
+        """Start the run, or resume it. Collective over the world."""
         total_steps = self.data.total_steps
         return self.enter_context(Run(engine, self.config, output_dir, total_steps, self._fingerprints, watched))

@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is not finite, or far above those before: told with their samples, and not applied."""
+"""Report steps whose loss or gradient is not finite or far above earlier ones, with their samples; skip them."""
 
 import math
 import statistics
@@ -15,18 +15,17 @@ from isoloss.engine.step.engine import Limits, OptimResult
 from isoloss.engine.step.forward_backward import StepMetrics
 from isoloss.parallel import UserError
 
-WINDOW = 64  # steps whose median is what is usual
-FEWEST = 10  # of them, before anything can be told from it
+WINDOW = 64  # steps of which the median is taken
+FEWEST = 10  # steps before the median is used
 NAME = "bad_steps.jsonl"
 
 
 class BadStepGuard:
-    """Tells of bad steps, and ends a run that has too many in a row. Every rank sees the same numbers, so all end
-    together.
+    """Reports bad steps, and ends a run with too many in a row. All ranks see the same numbers, so all end together.
 
-    watched: which of "loss" and "grad_norm" are compared with those of the steps before.
-    state: what `state` gave in the checkpoint that the run resumed from, so that it judges as if it had never stopped.
-    file: of this rank, where bad steps are written with the ids of their samples; None: another rank does.
+    watched: those of "loss" and "grad_norm" that are compared with earlier steps.
+    state: result of `state` in the checkpoint that the run resumed from.
+    file: file for bad steps with the ids of their samples; None on ranks that write none.
     """
 
     def __init__(
@@ -43,10 +42,11 @@ class BadStepGuard:
         self._file = file
 
     def state(self) -> dict[str, object]:
+        """Return the state for a checkpoint, so that a resumed run judges steps as if it had never stopped."""
         return {"bad_steps": self._bad_steps, **{name: list(values) for name, values in self._usual.items()}}
 
     def limits(self) -> Limits:
-        """Of the next step: train.spike_factor times the median of the last ones."""
+        """Return the limits of the next step: train.spike_factor times the median of the last steps."""
         factor = self._config.spike_factor
         return Limits(
             **{
@@ -56,13 +56,13 @@ class BadStepGuard:
             }
         )
 
-    def not_to_apply(self) -> Limits:
-        """What the engine must not apply."""
+    def apply_limits(self) -> Limits:
+        """Return the limits above which the engine must not apply the next step."""
         return self.limits() if self._config.skip_spikes else Limits()
 
     def check(self, step: int, metrics: StepMetrics, result: OptimResult, samples: Sequence[Sample] = ()) -> None:
-        """Of a step that was done. Raises UserError where it is the last of train.max_bad_steps in a row that were not
-        applied for what they are."""
+        """Judge a step that was done. Raises UserError after train.max_bad_steps bad steps in a row that were not
+        applied."""
         numbers, limits = {"loss": metrics.loss, "grad_norm": result.grad_norm}, self.limits()
         finite = all(map(math.isfinite, numbers.values()))
         usual = {name: getattr(limits, name) for name in numbers}
@@ -80,7 +80,7 @@ class BadStepGuard:
         for name, values in self._usual.items() if metrics.valid_tokens and not why else ():
             values.append(numbers[name])
         if why:
-            self._tell(step, why, numbers, skipped, samples)
+            self._report(step, why, numbers, skipped, samples)
         if self._bad_steps >= self._config.max_bad_steps:
             raise UserError(
                 f"train.max_bad_steps={self._config.max_bad_steps} steps in a row were bad and not applied, up to step "
@@ -88,7 +88,7 @@ class BadStepGuard:
                 f"the samples of these steps, which {NAME} names"
             )
 
-    def _tell(
+    def _report(
         self, step: int, why: str, numbers: Mapping[str, float], skipped: bool, samples: Sequence[Sample]
     ) -> None:
         if self._file is None:

@@ -1,4 +1,4 @@
-"""TensorBoard's file of a run."""
+"""Write the TensorBoard file of a run."""
 
 import io
 import itertools
@@ -15,29 +15,32 @@ from torch.utils.tensorboard.summary import scalar, text
 
 from isoloss.engine.instruments.files import AppendOnlyFile
 
-VERSION = "brain.Event:2"  # of the format
+VERSION = "brain.Event:2"  # version of the format
 _numbers = itertools.count()
 
 
 class EventFile:
-    """A new event file in `folder`. SummaryWriter of torch would write it beside training, but raises in a later call
-    what a disk refused, and loses what it held.
+    """A new event file in `folder`.
 
-    first_step: TensorBoard hides what it finds in the folder of this step and of later ones.
+    first_step: step from which on TensorBoard hides events of older files in the folder.
     """
+
+    # Not torch's SummaryWriter: its thread loses events that a disk refuses, and raises the error in a later call.
 
     def __init__(self, folder: Path, first_step: int):
         folder.mkdir(parents=True, exist_ok=True)
-        # The name that TensorBoard expects: it reads files in the order of their time.
+        # The name that TensorBoard expects, which reads files in the order of the time in their names.
         name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
         self.file = AppendOnlyFile(folder / name)
         start = SessionLog(status=SessionLog.START)
         self._write(Event(file_version=VERSION), Event(step=first_step, session_log=start))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Write scalars, by tag."""
         self._write(*(_event(step, scalar(tag, value)) for tag, value in values.items()))
 
     def text(self, step: int, tag: str, markdown: str) -> None:
+        """Write a text."""
         self._write(_event(step, text(tag, markdown)))
 
     def _write(self, *events: Event) -> None:

@@ -1,4 +1,4 @@
-"""The SFT loop, its data and its evaluation."""
+"""Train by supervised fine-tuning: the loop, its data and its evaluation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,13 +32,13 @@ from isoloss.models.weights.side_files import declared_stops
 from isoloss.parallel import UserError
 from isoloss.parallel.rank0 import is_main
 
-# Evaluation is always in nats per target token, so that runs with different aggregations can be compared.
+# The loss of evaluations is in nats per target token, so that runs with different aggregations can be compared.
 EVAL_LOSS = Loss.of(negative_log_likelihood)
 
 
 @dataclass(frozen=True)
 class RunData(Data[TokenDataset]):
-    """Tokenized rows. unigram: eval loss of a unigram model of the training targets."""
+    """Tokenized rows. unigram: eval loss of a unigram model of the training targets; None without data.eval."""
 
     unigram: float | None
 
@@ -51,11 +51,10 @@ class RunData(Data[TokenDataset]):
 
 
 def train_sft(config: Config, run_name: str) -> RunResult:
-    """Supervised fine-tuning, from data files to an exported model.
+    """Run supervised fine-tuning, from data files to an exported model. Every rank of the world calls this.
 
-    run_name: names the default output folder, `runs/<run_name>`. Every rank of the world calls it.
-    Raises UserError for what the user can fix; nothing but the cache of tokenized rows has been written by then,
-    unless training had started.
+    run_name: name of the default output folder, `runs/<run_name>`.
+    Raises UserError for mistakes of the user. Before training only the cache of tokenized rows is written.
     """
     with Session(config, run_name, load_data) as session:
         engine = session.open_engine()
@@ -68,7 +67,7 @@ def _train(config: Config, data: RunData, engine: Engine, run: Run) -> RunResult
     run.print(banner(config, data, run))
     if is_main():
         data.rejects(config.data).write(run.output_dir)
-        run.print(first_rows(config, data, engine.arch.vocab_size))
+        run.print(shown_rows(config, data, engine.arch.vocab_size))
 
     for step in run.steps(lambda step: evaluate(engine, data.eval)):
         rows = step_indices(len(data.train), step, config.batch.global_size, config.train.seed)
@@ -76,13 +75,14 @@ def _train(config: Config, data: RunData, engine: Engine, run: Run) -> RunResult
         metrics, result = engine.train_step(samples, loss, run.lr(), run.limits())
         run.log(samples, metrics, result)
 
-    ended = run.finish()
-    run.print(summary(ended, data.unigram))
-    return ended
+    result = run.finish()
+    run.print(summary(result, data.unigram))
+    return result
 
 
 def load_data(config: Config, arch: Architecture) -> RunData:
-    """Tokenize (or load from the cache) the training and evaluation rows. Enters no collective."""
+    """Tokenize the training and evaluation rows, or load them from the cache. Raises UserError. Enters no
+    collective."""
     folder = hf_folder(config.model.path)
     check_files(config.data)
     if config.data.max_length > arch.max_positions:
@@ -100,6 +100,7 @@ def load_data(config: Config, arch: Architecture) -> RunData:
 
 
 def banner(config: Config, data: RunData, run: Run) -> list[str]:
+    """Return the lines that a run begins with."""
     random = f", random weights (train.seed={config.train.seed})" if config.model.from_scratch else ""
     rows = f"data: {len(data.train):,} rows of {', '.join(config.data.train)}; " + (
         f"evaluated on {', '.join(config.data.eval)}" if config.data.eval else "no data.eval"
@@ -109,10 +110,10 @@ def banner(config: Config, data: RunData, run: Run) -> list[str]:
         random or ", its weights",
         [
             rows,
-            *data.rejects(config.data).told(run.output_dir),
+            *data.rejects(config.data).lines(run.output_dir),
             *unused_columns(data),
             *(odd_rows(config, data) if is_main() else ()),
-            *other_ends(data, hf_folder(config.model.path)),
+            *undeclared_ends(data, hf_folder(config.model.path)),
             *over_budget(config, data),
         ],
         work,
@@ -120,40 +121,40 @@ def banner(config: Config, data: RunData, run: Run) -> list[str]:
 
 
 def odd_rows(config: Config, data: RunData) -> list[str]:
-    """Lines about rows that may not be what was meant."""
+    """Return lines about rows that may be mistakes."""
     held_out = data.eval.digests() if data.eval else ()
-    lines = remarks.repeats_told(data.train.digests(), held_out, config.batch.global_size, "row", "step")
+    lines = remarks.repeat_lines(data.train.digests(), held_out, config.batch.global_size, "row", "step")
     for key, rows in (("data.train", data.train), ("data.eval", data.eval)):
-        lines += remarks.told(key, rows.stats.forms, rows.stats.remarks) if rows else []
+        lines += remarks.remark_lines(key, rows.stats.forms, rows.stats.remarks) if rows else []
     return lines
 
 
-def first_rows(config: Config, data: RunData, vocab_size: int) -> list[str]:
-    """Those of data.show_rows."""
+def shown_rows(config: Config, data: RunData, vocab_size: int) -> list[str]:
+    """Return the lines that data.show_rows asks for."""
     count = min(rows_to_show(config.data), len(data.train))
     if not count:
         return []
     tokenizer = load_tokenizer(str(tokenizer_folder(config)), vocab_size)
     samples = [data.train[index] for index in range(count)]
-    shown = (shown_row(s.id, s.tokens_T.tolist(), s.mask_T.tolist(), tokenizer, coloured()) for s in samples)
-    return [line for lines in shown for line in lines]
+    texts = (shown_row(s.id, s.tokens_T.tolist(), s.mask_T.tolist(), tokenizer, coloured()) for s in samples)
+    return [line for lines in texts for line in lines]
 
 
 def unused_columns(data: RunData) -> Sequence[str]:
-    """A line where rows have columns that nothing is read from."""
+    """Return a line about columns that are not read, if there are any."""
     names = dict.fromkeys(name for rows in (data.train, data.eval) if rows is not None for name in rows.unused)
     return (f"data: not read: {listed(names)}",) if names else ()
 
 
-def other_ends(data: RunData, folder: Path) -> Sequence[str]:
-    """A line where turns end with tokens that the model's folder does not declare: the export does."""
+def undeclared_ends(data: RunData, folder: Path) -> Sequence[str]:
+    """Return a line about tokens that end turns, but that the model's folder does not declare as stop tokens."""
     declared = declared_stops(folder)
     others = [name for name, number in data.train.turn_ends.items() if number not in declared]
     return (f"data: turns end with {listed(others)}: hf/generation_config.json will say so",) if others else ()
 
 
 def over_budget(config: Config, data: RunData) -> Sequence[str]:
-    """A line where rows are longer than the budget of a micro-batch: each takes more memory than was asked for."""
+    """Return a line if rows are longer than the budget of a micro-batch, as each takes more memory than planned."""
     budget = config.batch.max_tokens
     long = np.concatenate([rows.lengths[rows.lengths > budget] for rows in (data.train, data.eval) if rows is not None])
     if not len(long):
@@ -165,7 +166,7 @@ def over_budget(config: Config, data: RunData) -> Sequence[str]:
 
 
 def evaluate(engine: Engine, data: TokenDataset | None) -> dict[str, float]:
-    """Loss over all of data.eval, in nats per target token."""
+    """Return the loss over all of data.eval, in nats per target token; {} without data.eval."""
     if data is None:
         return {}
     metrics = engine.evaluate([data[index] for index in range(len(data))], EVAL_LOSS)
@@ -173,7 +174,7 @@ def evaluate(engine: Engine, data: TokenDataset | None) -> dict[str, float]:
 
 
 def summary(result: RunResult, unigram: float | None) -> list[str]:
-    """What a finished run tells its user; the last line says where everything is and what to do next."""
+    """Return the lines that a run ends with. The last one names its outputs and the next command."""
     lines = []
     if result.last_eval and unigram is not None:
         first, last = result.first_eval["loss"], result.last_eval["loss"]

@@ -1,1 +1,1 @@
-"""One optimizer step: forward_backward and optim_step."""
+"""Take an optimizer step: forward_backward and optim_step."""

@@ -14,10 +14,9 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from isoloss.engine.batching.balance import CostModel, Plan
-from isoloss.engine.batching.distribute import RankZeroSamples
 from isoloss.engine.batching.packing import PackedBatch
-from isoloss.engine.batching.plan import Placement, place, plan_step
-from isoloss.engine.batching.sample import Sample
+from isoloss.engine.batching.plan import plan_step, planned
+from isoloss.engine.batching.sample import Sample, check_targets
 from isoloss.engine.checkpoint import checkpoint
 from isoloss.engine.checkpoint.writer import HostCopies
 from isoloss.engine.config import rules
@@ -26,7 +25,7 @@ from isoloss.engine.instruments import startup
 from isoloss.engine.instruments.profiling import phase
 from isoloss.engine.memory.offload import Offloader
 from isoloss.engine.step import moe_balancing, replica_check
-from isoloss.engine.step.forward_backward import Head, StepBatch, StepMetrics, prepare_step, run_step, run_targets
+from isoloss.engine.step.forward_backward import Head, StepMetrics, run_step, run_targets
 from isoloss.engine.step.losses import Loss, Term, negative_log_likelihood
 from isoloss.engine.step.model_source import ModelSource, resolve
 from isoloss.engine.step.optimizer import (
@@ -40,14 +39,16 @@ from isoloss.engine.step.optimizer import (
     state_tensors,
     wrap_ddp,
 )
+from isoloss.engine.step.step_batch import StepBatch, prepare_step
 from isoloss.models.mcore.build import accumulate_in_embedding, accumulate_in_products
+from isoloss.models.mcore.layer_config import BuildOptions
 from isoloss.models.mcore.layers.value_head import CriticWeights
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.mcore.weight_stream import Receives
 from isoloss.models.model import Model
 from isoloss.models.weights import manifest
 from isoloss.models.weights.hf_checkpoint import WeightSource
-from isoloss.parallel import Layout, Mesh, UserError
+from isoloss.parallel import Mesh, UserError
 from isoloss.parallel.aggregation import Aggregation
 from isoloss.parallel.collectives import gather_objects
 from isoloss.parallel.ops import flash_attention
@@ -59,11 +60,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 @dataclass(frozen=True)
 class OptimResult:
-    """What an optimizer step did.
+    """The result of an optimizer step.
 
     grad_norm: global norm before clipping.
     applied: False if loss or gradient were not finite, or N = 0.
-    seconds: that reduction and step took.
+    seconds: duration of reduction and step.
     """
 
     grad_norm: float
@@ -74,7 +75,7 @@ class OptimResult:
 
 @dataclass(frozen=True)
 class Limits:
-    """A step that exceeds one of them is reported and not applied."""
+    """Limits of a step: one that exceeds any is reported and not applied."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
@@ -83,18 +84,18 @@ class Limits:
 class Engine:
     """A model on a mesh, with its optimizer.
 
-    source: what `resolve` gives for `config`; None: resolve it here.
+    source: the result of `resolve(config)`; None: resolve it here.
     critic_of: build a critic, the same model with a value head, on the mesh of this other engine.
 
-    Every rank calls every method with the same arguments: all samples of a step, on every rank, or `RankZeroSamples` by
-    its `Scatter`. The plan then decides, purely from their lengths, which rank sees which.
+    Every rank calls every method with the same arguments: all samples of a step, or a `Holder` of them, such as
+    `RankZeroSamples`. The plan then decides, purely from their lengths, which rank sees which.
     Raises UserError (from the constructor, before any process group exists) for a layout the model does not admit.
     """
 
     def __init__(self, config: Config, source: ModelSource | None = None, *, critic_of: "Engine | None" = None):
         self.config = config
         self.source = source or resolve(config)
-        # Tokens that end what this model learns to say, which an export declares besides those of `source`.
+        # Tokens that end a reply of this model; an export declares them in addition to those of `source`.
         self.stop_token_ids: Sequence[int] = ()
         self.arch, weights, layout = self.source.arch, self.source.weights, self.source.layout
         startup.prepare(config)
@@ -114,11 +115,13 @@ class Engine:
             self.mesh,
             DTYPES[config.train.precision],
             stage_layers(self.arch, layout, config.parallel.stage_layers),
-            config.memory,
-            config.kernels,
-            te=config.model.transformer_engine,
-            dispatcher=config.moe.dispatcher,
-            deterministic=config.train.deterministic,
+            BuildOptions(
+                config.memory,
+                config.kernels,
+                te=config.model.transformer_engine,
+                dispatcher=config.moe.dispatcher,
+                deterministic=config.train.deterministic,
+            ),
         )
         on_gpu = model.tensors()[0].is_cuda
         if config.accumulates_in_products(on_gpu=on_gpu):
@@ -149,43 +152,58 @@ class Engine:
         """Accumulate the gradient of the samples' loss; nothing is reduced yet.
 
         A mean aggregation needs all samples of the optimizer step in one call; several calls before a step ask for
-        `sum`. Raises ValueError where a second call has a mean, or comes after `reduce_gradients` or `gradients`.
+        `sum`. Raises ValueError where a second call has a mean, or comes after `reduce_gradients` or `gradients`, and
+        where samples of one trajectory contradict each other. All samples of a trajectory are in one call.
+
+        With `loss.outputs` the pass also returns these values at every target, such as log-probabilities.
         Collectives: one all-reduce of counts over dp, those of the model, one all-reduce of metrics; here and in every
-        method that reads weights, after a step, the all-gather of what it stepped (`Gather`).
+        method that reads weights, after a step, the all-gather of the stepped weights (`Gather`).
         """
         return self._forward_backward(samples, loss)
 
     @phase("optimizer")
-    def optim_step(self, lr: float | None = None, max_grad_norm: float = math.inf) -> OptimResult:
+    def optim_step(
+        self,
+        lr: float | None = None,
+        max_grad_norm: float = math.inf,
+        *,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        clip: float | None = None,
+    ) -> OptimResult:
         """Reduce the accumulated gradients (plain sums over dp x context), clip, and step; move selection biases.
 
         A non-finite loss or gradient, or a step without a valid token, is reported and not applied.
 
-        lr: learning rate of this step; default the configured one.
-        max_grad_norm: nor is a step whose gradient has a greater norm, before clipping.
+        lr, betas, eps, weight_decay, clip: AdamW's numbers and the largest norm of the gradient (0: any), for this step
+            only; default the configured ones. Raises UserError where one is out of its bounds.
+        max_grad_norm: largest norm, before clipping, of a gradient that is applied; a step above it is not.
         Collectives: the gradient reduction, one all-reduce of the norm, and with moe.bias_update_rate one of the
             experts' loads.
         """
         started = time.perf_counter()
-        lr = self.config.optim.lr if lr is None else lr
+        given = {"lr": lr, "betas": betas and tuple(betas), "eps": eps, "weight_decay": weight_decay, "clip": clip}
+        given = {name: value for name, value in given.items() if value is not None}
+        optim = dataclasses.replace(self.config.optim, min_lr=0.0, **given)
         self.reduce_gradients()
         self.optimizer.prepare_grads()
         norm = global_grad_norm(self.optimizer)
         applied = self._finite and math.isfinite(norm) and norm <= max_grad_norm and self._tokens > 0
         if applied:
-            clip_gradients(self.optimizer, norm, self.config.optim.clip)
-            set_hyperparameters(self.optimizer, lr)
+            clip_gradients(self.optimizer, norm, optim.clip)
+            set_hyperparameters(self.optimizer, optim)
             with self.gather.defer():
                 self.optimizer.step_with_ready_grads()
             if self.load_balancing is not None:
                 moe_balancing.update_biases(self.chunks, self.load_balancing.bias_rate, self.mesh)
         self.zero_grad()
-        return OptimResult(norm, lr, applied, time.perf_counter() - started)
+        return OptimResult(norm, optim.lr, applied, time.perf_counter() - started)
 
     def train_step(
         self, samples: Sequence[Sample], loss: Loss, lr: float | None = None, limits: Limits = Limits()
     ) -> tuple[StepMetrics, OptimResult]:
-        """forward_backward and optim_step in one, with the gradient reduction overlapped if so configured.
+        """Call forward_backward and optim_step in one, with the gradient reduction overlapped if so configured.
 
         With `moe.dispatch_bound` the host does not wait for the sizes of messages between experts. Where one of them
         had no room for a token, on whatever rank, all ranks forget the step and run it again without a bound, so
@@ -218,13 +236,14 @@ class Engine:
     # ---- more verbs -------------------------------------------------------------------------------------------------
 
     def evaluate(self, samples: Sequence[Sample], loss: Loss) -> StepMetrics:
-        """The loss of the samples, without gradients; normalized like a training step."""
+        """Compute the loss of the samples without gradients, normalized and with outputs as in a training step."""
         batch = self._prepare(samples, loss)
         with torch.no_grad():
             return run_step(self.model, batch, loss, forward_only=True)
 
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Tensor]:
-        """log p(token | tokens before it) for every target of every sample: [T] fp64 each, 0 where mask_T is False.
+        """Return log p(target | tokens before it) for every target of every sample: [T] fp64 each, 0 where mask_T is
+        False.
 
         p is softmax(logits / temperature). Every rank gets all of them; activations of one micro-batch at a time.
         Collectives: one all-reduce of counts over dp, those of the model, one all-reduce over dp x context and one over
@@ -238,14 +257,16 @@ class Engine:
         return self._of_targets(head, samples)
 
     def values(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """A critic's expected return before every target of every sample: [T] fp64 each, 0 where mask_T is False.
+        """Return a critic's expected return before every target of every sample: [T] fp64 each, 0 where mask_T is
+        False.
 
         Collectives as `logprobs`.
         """
         return self._of_targets(lambda row, hidden: self.model.values(hidden, row.labelled_N), samples)
 
     def logits(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """The logits that predict each target of every sample: [T, vocab_size] fp64 each, 0 where mask_T is False.
+        """Return the logits that predict each target of every sample: [T, vocab_size] fp64 each, 0 where mask_T is
+        False.
 
         For looking at small models: everything is held at once, on every rank. Collectives as `logprobs`.
         """
@@ -260,7 +281,7 @@ class Engine:
         self.optimizer.zero_grad()
         moe_balancing.forget_loads(self.chunks)
         self._reduced, self._finite, self._tokens = False, True, 0
-        self._modes: list[str] = []  # of what was accumulated
+        self._modes: list[str] = []  # of the accumulated losses
 
     @phase("reduce gradients")
     def reduce_gradients(self) -> None:
@@ -273,7 +294,7 @@ class Engine:
         self._reduced = True
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole gradients of this rank's weights, after `reduce_gradients`, one at a time.
+        """Yield names and whole gradients of this rank's weights, after `reduce_gradients`, one at a time.
 
         Not with the distributed optimizer, whose ranks hold pieces. Collective over tp and etp.
         """
@@ -287,12 +308,12 @@ class Engine:
                 yield owned.weight.name, gradient
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole weights of this rank (its stage, its share of the experts). Collective over tp and etp."""
+        """Yield names and whole weights of this rank (its stage and experts). Collective over tp and etp."""
         self._whole_weights()
         yield from self.model.weights()
 
     def weight_stream(self, bucket_bytes: int, receives: Receives) -> Iterator[list[tuple[str, Tensor]]]:
-        """Every weight, whole, under its Hugging Face name, in buckets, on the ranks that `receives` names.
+        """Yield every weight, whole, under its Hugging Face name, in buckets, on the ranks that `receives` names.
 
         In the precision of training. Collective over the world: every rank exhausts the iterator.
         """
@@ -300,7 +321,7 @@ class Engine:
         yield from self.model.weight_stream(bucket_bytes, receives)
 
     def check_replicas(self, world: dist.ProcessGroup, after: str) -> None:
-        """Raises DivergedError where ranks that should hold the same weights do not (`replica_check`)."""
+        """Raise DivergedError where ranks that should hold the same weights do not (`replica_check`)."""
         self._whole_weights()
         replica_check.check_replicas(self.model, world, after)
 
@@ -313,7 +334,7 @@ class Engine:
     ) -> checkpoint.Staged:
         """Take a checkpoint to host memory, for `write` to put into the folder. Collective over the world.
 
-        copies: for what is in host memory already, so that the engine may go on before that.
+        copies: pool for copies of tensors of the host, so that the engine may go on before `write`; None: no copies.
         """
         self.return_to_device()
         return checkpoint.stage(
@@ -339,7 +360,7 @@ class Engine:
     def offload(self, *, weights: bool = True) -> None:
         """Give the memory of the gradients, of the optimizer's state and of the weights to others, between two steps.
 
-        State and weights wait in pinned host memory, numbers unchanged. Every method brings back what it needs. An
+        State and weights are kept in pinned host memory, unchanged. Every method onloads the memory that it needs. An
         exception before that loses nothing. No collectives: ranks that must all have left have to meet.
 
         weights: False: they stay.
@@ -364,22 +385,18 @@ class Engine:
         return rules.shares_prefixes(self.config)
 
     def plan(self, samples: Sequence[Sample]) -> Plan:
-        """Which dp rank runs which samples in which micro-batch; the same on every rank."""
-        return plan_step(samples, *self._limits_of_a_plan, share_prefixes=self.shares_prefixes)
-
-    def _place(self, samples: Sequence[Sample]) -> Placement:
-        return place(samples, *self._limits_of_a_plan, share_prefixes=self.shares_prefixes)
-
-    @property
-    def _limits_of_a_plan(self) -> tuple[Layout, int, CostModel]:
-        return self.mesh.layout, self.config.batch.max_tokens, self.cost_model
+        """Return the plan of whole samples; the same on every rank. Raises UserError where a sample's own target is no
+        token."""
+        check_targets(samples, self.arch.vocab_size)
+        limits = self.mesh.layout, self.config.batch.max_tokens, self.cost_model
+        return plan_step(samples, *limits, share_prefixes=self.shares_prefixes)
 
     def _come_back(self) -> None:
         self._weights.onload()
         self._training.onload()
 
     def whole_model(self) -> Model:
-        """The model, once its weights are on the device and what the last step left under way has arrived."""
+        """Return the model, once its weights are on the device and gathers in flight have arrived."""
         self._whole_weights()
         return self.model
 
@@ -389,17 +406,14 @@ class Engine:
 
     def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
         self._come_back()
-        if isinstance(samples, RankZeroSamples):
-            placement, samples = samples.placed(self._place)
-        else:
-            placement = self._place(samples)
-        batch = prepare_step(samples, loss, placement, self.mesh, self.device)
+        plan, samples = planned(samples, self.plan)
+        batch = prepare_step(samples, loss, plan, self.mesh, self.device)
         self.gather.launch()  # after the counts: the host waits for those, and they take their turn in the same group
         costs = [self.cost_model.cost_of_spans(spans) for spans in batch.spans]
         return dataclasses.replace(batch, cost=costs[self.mesh.dp.rank()], total_cost=sum(costs))
 
     def _of_targets(self, head: Head, samples: Sequence[Sample], shape: tuple[int, ...] = ()) -> list[Tensor]:
-        """What `head` gives for every target, sample by sample."""
+        """Return the output of `head` for every target, sample by sample."""
         batch = self._prepare(samples, TARGETS)
         with torch.no_grad():
             flat = run_targets(self.model, batch, head, shape)
@@ -409,12 +423,20 @@ class Engine:
     def _forward_backward(
         self, samples: Sequence[Sample], loss: Loss, dispatch_bound: float | None = None
     ) -> StepMetrics:
-        """dispatch_bound: of messages between experts. What was accumulated is worth nothing where `lost` of the
-        metrics is not 0."""
+        """Accumulate the gradient, worth nothing where `lost` of the metrics is not 0.
+
+        dispatch_bound: bound of messages between experts.
+        """
         started = time.perf_counter()
         self._check_call(loss)
         batch, router_losses = self._prepare(samples, loss), None
         if self.load_balancing is not None:
+            if batch.sequences < len(batch.lengths):
+                raise UserError(
+                    "moe.aux_loss_coef, moe.z_loss_coef and moe.bias_update_rate count every token that a router sees, "
+                    "and Sample.sequence cuts a trajectory into several samples, which repeat its tokens: give each "
+                    "trajectory as one sample, or set these keys to 0"
+                )
             router_losses = moe_balancing.start(self.load_balancing, batch.lengths, loss, self.device)
         metrics = run_step(self.model, batch, loss, router_losses=router_losses, dispatch_bound=dispatch_bound)
         self._finite &= math.isfinite(metrics.loss)
@@ -422,7 +444,7 @@ class Engine:
         return dataclasses.replace(metrics, seconds=time.perf_counter() - started)
 
     def _check_call(self, loss: Loss) -> None:
-        """ValueError where the gradient of the step would be wrong with this call of `forward_backward` in it."""
+        """Raise ValueError where this call of `forward_backward` would make the gradient of the step wrong."""
         if self._reduced:
             raise ValueError(
                 "forward_backward after reduce_gradients() or gradients(): ranks would not sum what it adds; call "
@@ -446,13 +468,13 @@ class Engine:
 
 
 def _load(model: Model, weights: WeightSource) -> None:
-    """Fill the model on every rank. Raises UserError on every rank where one finds a weight that is none: it would wait
-    for the others, and they for it. One all-gather over the world."""
+    """Fill the model on every rank. Raises UserError on all ranks where one finds a bad weight, so that none waits for
+    others. Collectives: one all-gather over the world."""
     problem: UserError | None = None
     try:
         model.load(weights)
     except UserError as error:
         problem = error
-    for told in gather_objects(problem):
-        if told:
-            raise told
+    for rank_problem in gather_objects(problem):
+        if rank_problem:
+            raise rank_problem

@@ -17,13 +17,14 @@ from isoloss.parallel.sequence import sum_over_documents
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """What a loss sees of the labeled positions of a micro-batch on this rank; all tensors are [N].
+    """The inputs of a loss at the targets of a micro-batch on this rank; all tensors are [N].
 
     logprobs_N: log-probabilities of the targets at the loss's temperature.
     entropy_N: entropy of the predicted distribution, in nats, if the loss asked for it.
-    values_N: the value head's output, of a critic, whose other two are empty.
-    fields: those of the samples.
+    values_N: output of a critic's value head; logprobs_N is then empty and entropy_N None.
+    fields: fields of the samples.
     document_N: the document of the row that each target belongs to.
+    cut_sequences: whether a sequence of the step is cut into several samples.
     """
 
     logprobs_N: Tensor
@@ -33,12 +34,20 @@ class TokenInputs:
     document_N: Tensor
     num_documents: int
     context: dist.ProcessGroup
+    cut_sequences: bool = False
 
     def sequence_sum(self, values_N: Tensor) -> Tensor:
-        """For every target the sum of `values_N` over all targets of its sequence, [N], however it is sharded.
+        """Sum `values_N` over all targets of each target's sequence, [N], however it is sharded.
 
-        Differentiable. Collectives: one all-reduce over context, another in the backward.
+        Differentiable. Raises UserError where sequences are cut into samples. Collectives: one all-reduce over context,
+        another in the backward.
         """
+        if self.cut_sequences:
+            raise UserError(
+                "a loss sums over whole sequences (sequence_sum, as algorithm.loss=gspo and algorithm.importance="
+                "sequence do), but Sample.sequence says that some are cut into several samples, which may be computed "
+                "apart: give each sequence as one sample, or use a loss of single tokens"
+            )
         return sum_over_documents(values_N, self.document_N, self.num_documents, self.context)[self.document_N]
 
 
@@ -51,7 +60,7 @@ class Term:
     """coefficient * sum(weight * per_token), with weights that the aggregation makes of the counts of the whole step.
 
     per_token: TokenInputs -> [N], not yet weighted.
-    name: what the metrics call the sum, without the coefficient.
+    name: key of the sum, without the coefficient, among the metrics.
     """
 
     per_token: PerToken
@@ -60,13 +69,9 @@ class Term:
     name: str = "loss"
 
     def values(self, inputs: TokenInputs) -> Tensor:
-        """What per_token gives, [N]. Raises UserError where that is not one number per target, or has no gradient."""
-        values_N, shape = self.per_token(inputs), tuple(inputs.document_N.shape)
-        if not isinstance(values_N, Tensor) or values_N.shape != shape:
-            raise UserError(
-                f"{self.name}: {defined(self.per_token)} returned {shape_or_type(values_N)} instead of shape {shape}: "
-                "return one number per target, neither summed nor averaged, which loss.aggregation does"
-            )
+        """Return per_token of the inputs, [N]. Raises UserError where it is not one number per target, or has no
+        gradient."""
+        values_N = one_per_target(self.name, self.per_token, inputs)
         if torch.is_grad_enabled() and len(values_N) and not values_N.requires_grad:
             raise UserError(
                 f"{self.name}: {defined(self.per_token)} returned numbers without a gradient: compute them from "
@@ -82,8 +87,9 @@ class Loss:
     needs_entropy: whether a term or an observed value reads TokenInputs.entropy_N.
     temperature: logits are divided by it.
     mean_metrics: further per-token values, reported as means over the valid tokens of the step.
-    max_metrics: others, none of them negative, of which the largest is reported.
-    correlation_metrics: pairs of others, reported as Pearson's correlation.
+    max_metrics: further values, none of them negative, whose largest is reported.
+    correlation_metrics: pairs of further values, reported as Pearson's correlation.
+    outputs: further values that the pass returns for every target, sample by sample (`StepMetrics.outputs`).
     """
 
     terms: tuple[Term, ...]
@@ -92,6 +98,7 @@ class Loss:
     mean_metrics: Mapping[str, PerToken] = field(default_factory=dict)
     max_metrics: Mapping[str, PerToken] = field(default_factory=dict)
     correlation_metrics: Mapping[str, Callable[[TokenInputs], tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    outputs: Mapping[str, PerToken] = field(default_factory=dict)
 
     def __post_init__(self):
         names = [term.name for term in self.terms] + [*self.mean_metrics, *self.max_metrics, *self.correlation_metrics]
@@ -107,40 +114,56 @@ class Loss:
         count_fully_masked: bool = False,
         needs_entropy: bool = False,
     ) -> "Loss":
-        """A loss of one term."""
+        """Make a loss of one term."""
         return cls((Term(per_token, Aggregation(aggregation, norm_length, count_fully_masked)),), needs_entropy)
 
     @property
     def aggregations(self) -> tuple[Aggregation, ...]:
-        """The distinct ones, in the order of the terms."""
+        """Return the distinct aggregations, in the order of the terms."""
         return tuple(dict.fromkeys(term.aggregation for term in self.terms))
 
 
 class Fields(dict[str, Tensor]):
-    """Those of the samples, by name."""
+    """Fields of the samples, by name."""
 
     def __missing__(self, name: str) -> Tensor:
         raise UserError(f"a loss asks for the field {name!r}, but the samples have {', '.join(self) or 'none'}")
 
 
+def one_per_target(name: str, per_token: PerToken, inputs: TokenInputs) -> Tensor:
+    """Return per_token of the inputs, [N]. Raises UserError where it is not one number per target."""
+    values_N, shape = per_token(inputs), tuple(inputs.document_N.shape)
+    if not isinstance(values_N, Tensor) or values_N.shape != shape:
+        raise UserError(
+            f"{name}: {defined(per_token)} returned {shape_or_type(values_N)} instead of shape {shape}: "
+            "return one number per target, neither summed nor averaged, which loss.aggregation does"
+        )
+    return values_N
+
+
 def shape_or_type(returned: object) -> str:
-    """What an error message says of what a user's function returned."""
+    """Describe the result of a user's function in an error message."""
     return f"shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else f"a {type(returned).__name__}"
 
 
 def defined(function: Callable[..., Any]) -> str:
-    """The name of a function, and where it stands."""
+    """Return the name of a function, and the file and line of its definition."""
     while isinstance(function, partial):
         function = function.func
     code = getattr(function, "__code__", None)
     return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})" if code else repr(function)
 
 
+def target_logprobs(inputs: TokenInputs) -> Tensor:
+    """Return log p(target), as `Engine.logprobs` does; for `Loss.outputs`."""
+    return inputs.logprobs_N
+
+
 def negative_log_likelihood(inputs: TokenInputs) -> Tensor:
-    """Cross-entropy with the target as a one-hot distribution, in nats."""
+    """Return cross-entropy with the target as a one-hot distribution, in nats."""
     return -inputs.logprobs_N
 
 
 def cross_entropy(config: LossConfig) -> Loss:
-    """The SFT loss, aggregated as configured."""
+    """Return the SFT loss, aggregated as configured."""
     return Loss((Term(negative_log_likelihood, config.weighting()),))

@@ -1,4 +1,4 @@
-"""The model that a configuration names, read and checked once a run, before any process group exists."""
+"""Read and check the model that a configuration names, once a run, before any process group exists."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from isoloss.engine.config.schema import Config
 from isoloss.engine.memory import preflight
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder, read_architecture
-from isoloss.models.mcore import nvidia_apex
+from isoloss.models.mcore.compat import check_apex
 from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.distcp import is_checkpoint
@@ -38,12 +38,12 @@ from isoloss.parallel.runtime import device, environment
 class ModelSource:
     """The model of a configuration, resolved and checked once a run.
 
-    path: of the Hugging Face folder or the checkpoint, where model.path names a folder of checkpoints.
-    layout: in this world.
-    weights: where they are read from.
+    path: the Hugging Face folder, or the checkpoint; if model.path is a folder of checkpoints, the chosen one.
+    layout: the layout with its dp, in this world.
+    weights: source of the weights.
     side_files: config.json, tokenizer and the like, of which checkpoints and exports hold copies.
-    own_dtypes: of the tensors that are stored in another type than most of the model, such as a few in fp32 beside
-        bf16, by their names in an exported folder.
+    own_dtypes: types of the tensors that are stored in another type than most of the model, such as a few in fp32
+        among bf16, by their names in an exported folder.
     """
 
     path: Path
@@ -59,7 +59,7 @@ def resolve(config: Config) -> ModelSource:
 
     Raises UserError where they do not fit together. Enters no collective and needs no process group.
     """
-    nvidia_apex.check()
+    check_apex()
     device.check(config.train.device)
     path, folder = checkpoint_folder(config.model.path), hf_folder(config.model.path)
     arch = read_architecture(folder)
@@ -74,7 +74,7 @@ def resolve(config: Config) -> ModelSource:
 
 
 def open_weights(path: str | Path, arch: Architecture) -> WeightSource:
-    """The weights of a Hugging Face folder or of a checkpoint. Raises UserError where they are not of this model."""
+    """Open the weights of a Hugging Face folder or a checkpoint. Raises UserError if they are not of this model."""
     if is_checkpoint(path):
         return CheckpointWeights(path, arch)
     if not has_weights(Path(path)):
@@ -88,7 +88,7 @@ def open_weights(path: str | Path, arch: Architecture) -> WeightSource:
 
 
 def _own_dtypes(weights: WeightSource, arch: Architecture) -> dict[str, torch.dtype]:
-    """See `ModelSource`. "Most" are the most numbers, not the most tensors."""
+    """Return `ModelSource.own_dtypes`. "Most" are the most numbers, not the most tensors."""
     dtypes, numbers = dict[str, torch.dtype](), Counter[torch.dtype]()
     for stored, exported in zip(weight_map(arch), weight_map(arch.text_only()), strict=True):
         for part, name in zip(stored.parts, (part.tensor for part in exported.parts), strict=True):

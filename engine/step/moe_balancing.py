@@ -1,6 +1,6 @@
-"""Balancing the load of experts: what the configuration asks of the routers, and the weights of their losses.
+"""Balance the load of experts: the configured losses of the routers with their weights, and selection biases.
 
-Shape suffixes: A losses, O tokens of the step, R tokens of this rank's slice, Z of those that its routers see,
+Shape suffixes: A losses, O tokens of the step, R tokens of this rank's slice, Z tokens that its routers see,
 S documents of the row, L layers with experts on this rank, E experts.
 """
 
@@ -25,17 +25,17 @@ from isoloss.parallel.normalizer import TokenCounts, token_weights
 
 @dataclass(frozen=True)
 class LoadBalancing:
-    """What a training step does about the load of experts.
+    """Methods by which a training step balances the load of experts.
 
-    losses: of the routers.
-    bias_rate: how far a selection bias moves in a step."""
+    losses: losses of the routers.
+    bias_rate: distance by which a selection bias moves in a step."""
 
     losses: tuple[RouterLoss, ...]
     bias_rate: float
 
 
 def configured(config: MoeConfig, arch: Architecture) -> LoadBalancing | None:
-    """None where nothing is asked for, and for a critic: the keys are about the model that is being made."""
+    """Return the configured balancing; None if there is none, and for a critic: the keys are for the policy."""
     # Each part of `sequence_balance` is already divided by its document's length.
     losses = (
         RouterLoss("moe_aux_loss", sequence_balance, Aggregation("seq-mean-token-sum"), config.aux_loss_coef),
@@ -46,7 +46,7 @@ def configured(config: MoeConfig, arch: Architecture) -> LoadBalancing | None:
 
 
 def start(balancing: LoadBalancing, lengths: Sequence[int], loss: Loss, device: torch.device) -> RouterLosses:
-    """What the routers do in one pass over a step.
+    """Return the weighted losses of the routers for one pass over a step.
 
     lengths: tokens of every sequence of the step, on every rank.
 
@@ -65,7 +65,7 @@ def start(balancing: LoadBalancing, lengths: Sequence[int], loss: Loss, device: 
 
 
 def routed_tokens(micro_batch: PackedBatch, mesh: Mesh, router_losses: RouterLosses | None) -> RoutedTokens:
-    """The tokens of this rank's slice that its routers see."""
+    """Return the tokens of this rank's slice that its routers see."""
 
     def own(row_R: Tensor) -> Tensor:
         return row_R.chunk(mesh.tp.size())[mesh.tp.rank()] if mesh.layout.sequence_parallel else row_R
@@ -76,7 +76,7 @@ def routed_tokens(micro_batch: PackedBatch, mesh: Mesh, router_losses: RouterLos
 
 
 def reduce_losses(router_losses: RouterLosses, mesh: Mesh) -> tuple[list[float], list[float]]:
-    """The sum of each loss, without its coefficient, and of the weights that went into it, over all ranks.
+    """Return the sum of each loss, without its coefficient, and of the weights in it, over all ranks.
 
     Collectives: one all-reduce of 2A numbers over dp x context and one over tp x pp.
     """
@@ -91,7 +91,7 @@ def reduce_losses(router_losses: RouterLosses, mesh: Mesh) -> tuple[list[float],
 def update_biases(chunks: Sequence[nn.Module], rate: float, mesh: Mesh) -> None:
     """Move every selection bias by `rate` towards an even load (arXiv:2408.15664, algorithm 1).
 
-    It goes up where an expert got fewer tokens of the step than the mean, and down where it got more.
+    A bias goes up where its expert got fewer tokens of the step than the mean, and down where it got more.
 
     Integers decide, so the biases are bit-equal on every layout. Collectives: one all-reduce of int64 counts [L, E]
     over tp x dp x context.
@@ -108,6 +108,6 @@ def update_biases(chunks: Sequence[nn.Module], rate: float, mesh: Mesh) -> None:
 
 
 def forget_loads(chunks: Sequence[nn.Module]) -> None:
-    """A new step begins."""
+    """Reset the counts of the experts' loads: a new step begins."""
     for router in routers(chunks):
         router.load_E.zero_()

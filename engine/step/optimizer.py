@@ -1,4 +1,4 @@
-"""Megatron's optimizer (distributed or not), the learning-rate schedule, and clipping by an fp64 norm."""
+"""Build Megatron's optimizer (distributed or not); set the learning rate, and clip by an fp64 norm."""
 
 import contextlib
 import math
@@ -35,10 +35,10 @@ patches.reduce_among_ranks()
 
 
 def wrap_ddp(chunks: Sequence[nn.Module], config: Config, mesh: Mesh) -> list[DistributedDataParallel]:
-    """Megatron's gradient buffers around each chunk; sums of gradients over DP x context, in fp32 (fp64, bf16)."""
+    """Wrap each chunk with Megatron's gradient buffers, which sum over DP x context, in fp32 (fp64, bf16)."""
     on_gpu = next(chunks[0].parameters()).is_cuda
     ddp_config = DistributedDataParallelConfig(
-        # Else in the type of the weights.
+        # Else sums are in the type of the weights.
         grad_reduce_in_fp32=config.train.precision != "fp64" and config.parallel.grad_reduce_dtype == "fp32",
         overlap_grad_reduce=config.overlaps_grad_reduce(on_gpu=on_gpu),
         use_distributed_optimizer=config.distributed_optimizer,
@@ -72,16 +72,16 @@ class Overlap:
             self._asked.overlap_grad_reduce = False
             for chunk in self._chunks:
                 for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-                    if group.grad_reduce_handle is not None:  # of a step that failed: the next one starts anew
+                    if group.grad_reduce_handle is not None:  # left by a failed step: the next one starts anew
                         group.grad_reduce_handle.wait()
                         group.grad_reduce_handle = None
 
 
 class Gather:
-    """All-gather of the weights that a step of the distributed optimizer leaves in pieces, once a step. It is put off
+    """All-gather of the weights that a step of the distributed optimizer leaves in pieces, once a step. It is deferred
     to the next pass where configured: a module's forward pre-hook then waits for the buckets of its own weights.
 
-    Collectives are entered by `defer` or `launch` only, never by a hook: some ranks may run no micro-batch. Whoever
+    Collectives are entered by `defer` or `launch` only, never by a hook: some ranks may run no micro-batch. Code that
     reads weights elsewhere than in a forward pass calls `wait` before.
     """
 
@@ -105,7 +105,7 @@ class Gather:
 
     @contextlib.contextmanager
     def defer(self) -> Iterator[None]:
-        """For the optimizer's step, in which Megatron would gather, all weights once for each of its optimizers."""
+        """Defer the gather during the optimizer's step: Megatron would gather all weights once for each optimizer."""
         if not self._asked.use_distributed_optimizer:
             yield
             return
@@ -116,8 +116,8 @@ class Gather:
             self.launch()
 
     def launch(self) -> None:
-        """Gather what is in pieces. Collectives: an all-gather of every bucket over dp x context, or expert_dp; no
-        more than once after a step."""
+        """Gather weights that are in pieces. Collectives: an all-gather of every bucket over dp x context, or
+        expert_dp; no more than once after a step."""
         if not self._in_pieces:
             return
         with self._asynchronous(self._put_off):
@@ -127,12 +127,12 @@ class Gather:
         self._in_pieces = False
 
     def wait(self) -> None:
-        """Every weight is whole after. Collectives as `launch`."""
+        """Make every weight whole. Collectives as `launch`."""
         self.launch()
         self.wait_for_launched()
 
     def wait_for_launched(self) -> None:
-        """Wait for what was launched. Enters no collective."""
+        """Wait for launched gathers. Enters no collective."""
         _arrive(self._buckets)
 
     @contextlib.contextmanager
@@ -152,7 +152,7 @@ def _arrive(buckets: Sequence[Any], *_: Any) -> None:
 
 
 def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config, dtype: torch.dtype) -> ChainedOptimizer:
-    """AdamW over this rank's parameters. Megatron's own clipping is off: see `global_grad_norm`."""
+    """Build AdamW over this rank's parameters. Megatron's own clipping is off: see `global_grad_norm`."""
     optim = config.optim
     settings = OptimizerConfig(
         optimizer="adam",
@@ -183,7 +183,7 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config, d
 
 
 def state_tensors(optimizer: ChainedOptimizer, model: Model) -> list[Tensor]:
-    """Main weights and moments, wherever they are; not the weights that the optimizer steps where they stand."""
+    """Return main weights and moments, on host or device; not the weights that the optimizer steps in place."""
     weights = {tensor.untyped_storage()._cdata for tensor in model.tensors()}
     found: list[Any] = []
     for part in optimizer.chained_optimizers:
@@ -196,13 +196,13 @@ def state_tensors(optimizer: ChainedOptimizer, model: Model) -> list[Tensor]:
 
 
 def gradient_buffers(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
-    """What every gradient of this rank is a view of."""
-    wrapped: Sequence[Any] = chunks  # whose buffers are not those of torch's method of that name
+    """Return the buffers of which every gradient of this rank is a view."""
+    wrapped: Sequence[Any] = chunks  # Megatron's lists `buffers`, not torch's method of that name
     return [buffer.grad_data for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
 
 def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (0-based): linear warm-up, then the schedule down to min_lr."""
+    """Return the learning rate of optimizer step `step` (0-based): linear warm-up, then the schedule down to min_lr."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     if optim.schedule == "constant":
@@ -212,20 +212,18 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
     return optim.min_lr + (optim.lr - optim.min_lr) * shape
 
 
-def set_hyperparameters(optimizer: ChainedOptimizer, lr: float) -> None:
-    """Those of the next step: the configured ones, whatever a checkpoint brought. `wd_mult` is 0 for biases and norms;
-    Megatron leaves it to the training loop to multiply with it."""
+def set_hyperparameters(optimizer: ChainedOptimizer, optim: OptimConfig) -> None:
+    """Set AdamW's numbers for the next step, in place of those of the last step or a checkpoint. `wd_mult` is 0 for
+    biases and norms; Megatron leaves it to the training loop to multiply with it."""
     for part in optimizer.chained_optimizers:
-        settings = part.config
         for group in part.param_groups:
-            group["lr"], group["eps"] = lr, settings.adam_eps
-            group["betas"] = (settings.adam_beta1, settings.adam_beta2)
-            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+            group["lr"], group["eps"], group["betas"] = optim.lr, optim.eps, optim.betas
+            group["weight_decay"] = optim.weight_decay * group["wd_mult"]
 
 
 @torch.no_grad()
 def global_grad_norm(optimizer: ChainedOptimizer) -> float:
-    """Norm of the whole gradient, each parameter once, accumulated in fp64 (an fp32 norm is off by 5e-4 on a CPU).
+    """Return the norm of the whole gradient, each parameter once, in fp64 (an fp32 norm is off by 5e-4 on a CPU).
 
     After `optimizer.prepare_grads()`. Collectives: an all-reduce over tp x pp for the dense parameters and one over
     etp x ep x pp for experts, or over the world with the distributed optimizer, whose ranks each hold a piece. The host
@@ -242,8 +240,8 @@ def global_grad_norm(optimizer: ChainedOptimizer) -> float:
 
 
 def _squares(grads: list[Tensor]) -> Tensor:
-    """Sums of squares that add up to that of the gradients, in fp64."""
-    if all(grad.is_cpu for grad in grads):  # whose norm of fp32 numbers in fp64 takes three times as long
+    """Return sums of squares that add up to that of the gradients, in fp64."""
+    if all(grad.is_cpu for grad in grads):  # an fp64 norm of fp32 numbers takes three times as long there
         room, squares = torch.empty(BLOCK, dtype=torch.float64), []
         for block in (block for grad in grads for block in grad.flatten().split(BLOCK)):
             double = room[: len(block)].copy_(block)

@@ -1,5 +1,5 @@
-"""Weights that several ranks hold must be the same in all of them, bit for bit: a rank whose memory or whose step went
-wrong is found before it spoils a checkpoint."""
+"""Check that weights which several ranks hold are the same on all of them, bit for bit: a rank whose memory or step
+went wrong is found before it spoils a checkpoint."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isoloss.models.kinds.mappings import Replicated
 from isoloss.models.model import LocalWeight, Model
-from isoloss.models.weights.mappings import Replicated
 from isoloss.parallel.collectives import gather_objects, gather_shards
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -20,9 +20,9 @@ class DivergedError(RuntimeError):
 
 
 def check_replicas(model: Model, world: dist.ProcessGroup, after: str) -> None:
-    """Raises DivergedError, on every rank, where this rank's weights differ from those of its replicas.
+    """Raise DivergedError, on every rank, where this rank's weights differ from those of its replicas.
 
-    world: a group of all ranks, on the host. after: of which step, for the message.
+    world: a group of all ranks, on the host. after: the last step, for the message.
     One pass over the weights. Collectives: an all-gather of 8 bytes a weight over dp x context, expert_dp, tp and etp,
     where these have several ranks, and one of objects over the world.
     """
@@ -40,7 +40,7 @@ def check_replicas(model: Model, world: dist.ProcessGroup, after: str) -> None:
 
 
 def differing(model: Model) -> dict[int, str]:
-    """Ranks of the world of which this rank knows, by its groups, that they differ, and in which weight first."""
+    """Return the ranks of the world that differ, as far as this rank's groups show, and the first such weight."""
     owned = model.owned()
     sums = [checksum(each.parameter) for each in owned]
     found: dict[int, str] = {}
@@ -52,13 +52,13 @@ def differing(model: Model) -> dict[int, str]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum of the bits as integers, 0-d int64, whatever the order of the addition: one flipped bit changes it."""
+    """Return the sum of the bits as integers, 0-d int64, in any order of addition: one flipped bit changes it."""
     bits = tensor.detach().contiguous().view(INTEGERS[tensor.element_size()])
     return bits.sum(dtype=torch.int64)
 
 
 def minority(values: Sequence[int]) -> list[int]:
-    """Places of the values that are not the most frequent; all of them where two are as frequent."""
+    """Return the places of values that are not the most frequent; all places if two are as frequent."""
     (first, count), *others = Counter(values).most_common()
     if others and others[0][1] == count:
         return list(range(len(values)))
@@ -68,7 +68,7 @@ def minority(values: Sequence[int]) -> list[int]:
 def _compare(
     group: dist.ProcessGroup, owned: Sequence[LocalWeight], sums: Sequence[Tensor], *, expert: bool, replicated: bool
 ) -> Mapping[int, str]:
-    """replicated: only weights that are not divided, of a group whose ranks divide the others."""
+    """Compare weights over a group. replicated: only weights that the ranks of the group do not divide."""
     mine = [
         (each.weight.name, of)
         for each, of in zip(owned, sums)

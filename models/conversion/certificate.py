@@ -21,11 +21,11 @@ PACKAGES = ("isoloss", "torch", "megatron-core", "transformers", "safetensors")
 def text(
     files: Mapping[str, FileRecord], *, direction: str, source: Path, weights: CheckpointWeights, left_out: int
 ) -> str:
-    """The record of a conversion that nobody has verified yet.
+    """Return the record of a conversion that nobody has verified yet, as JSON.
 
-    files: what was written, besides this file.
+    files: records of the files written, except for this one.
     direction: "hf-to-mcore" or "mcore-to-hf".
-    weights: of the checkpoint.
+    weights: weights of the checkpoint.
     left_out: number of tensors of the source that the model has no use for.
     """
     mapped = weight_map(weights.arch)

@@ -1,7 +1,7 @@
 """The files of a Megatron-Core distributed checkpoint (format torch_dist), planned with the place of every tensor.
 
 A `.distcp` file is a sequence of blobs, each what torch.save makes of one tensor; `.metadata`, a pickle of PyTorch's
-classes, tells which chunk of which tensor is which blob. An envelope is such a blob without the tensor's bytes, so the
+classes, maps chunks of tensors to blobs. An envelope is such a blob without the tensor's bytes, so the
 place of every blob is known before a tensor is read.
 """
 
@@ -46,9 +46,9 @@ _METADATA_VERSION = "1.0.0"
 class Chunk:
     """A box of a checkpoint tensor.
 
-    key, global_shape: of the tensor.
-    offsets, shape: of the box.
-    rows: what is in it.
+    key, global_shape: name and shape of the tensor.
+    offsets, shape: start and size of the box.
+    rows: numbers in the box.
     """
 
     key: str
@@ -96,7 +96,7 @@ def plan_files(chunks: Sequence[Chunk], empty_objects: Iterable[str], file_bytes
 
 @cache
 def envelope(shape: Shape, dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """What torch.save writes before and after the bytes of a contiguous tensor.
+    """Return what torch.save writes before and after the bytes of a contiguous tensor.
 
     torch.save itself makes it, from zeros. It is a zip archive, whose checksums are left out: loaders do not look at
     them, and the manifest has a better one.
@@ -134,7 +134,7 @@ class _Recorder(io.BytesIO):
 
 
 def check_tiling(chunks: Iterable[Chunk]) -> None:
-    """That the chunks of each tensor agree on its type and shape and cover it once.
+    """Assert that the chunks of each tensor agree on its type and shape and cover it once.
 
     For chunks that are runs in memory: one index on the first axes, a range on the next, everything on the rest.
     A fault is a mistake of the planner, so an AssertionError.

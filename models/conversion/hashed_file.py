@@ -12,7 +12,7 @@ FLUSH_BYTES = 16 << 20
 
 
 class HashedFile:
-    """A file that is being written. report: is told how many bytes were."""
+    """A file that is being written. report: receives the number of bytes of each piece."""
 
     def __init__(self, path: Path, report: Callable[[int], None]):
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -26,7 +26,7 @@ class HashedFile:
         os.close(self._descriptor)
 
     def add(self, data: Tensor | bytes) -> None:
-        """The bytes of a tensor are its numbers, row-major."""
+        """Append the bytes of `data`; those of a tensor are its numbers, row-major."""
         rest = data.contiguous().view(-1).view(uint8).numpy().data if isinstance(data, Tensor) else memoryview(data)
         while rest:
             piece, rest = rest[:PIECE_BYTES], rest[PIECE_BYTES:]

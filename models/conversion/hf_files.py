@@ -36,7 +36,7 @@ class Shard:
     """A safetensors file.
 
     tensors: their types, such as "BF16", in the order of their bytes.
-    metadata: of its header, or None."""
+    metadata: metadata of the file's header, or None."""
 
     tensors: Mapping[str, str]
     metadata: Mapping[str, str] | None
@@ -44,7 +44,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """files: by name, in the order of the index. indexed: whether an index goes with them."""
+    """The weight files of a folder, by name, in the order of the index. indexed: whether there is an index."""
 
     files: Mapping[str, Shard]
     indexed: bool
@@ -54,7 +54,7 @@ class ShardLayout:
 
     @classmethod
     def of(cls, reader: HFReader, names: Set[str]) -> "ShardLayout":
-        """That of a Hugging Face folder, as far as these tensors go."""
+        """Return the layout of a Hugging Face folder, restricted to the tensors `names`."""
         files = {}
         for file in dict.fromkeys(reader.file_of.values()):
             handle = reader.opened(file)
@@ -84,7 +84,7 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class HFTensor:
-    """dtype: of safetensors, such as "BF16"."""
+    """A tensor of a Hugging Face file. dtype: type in safetensors' spelling, such as "BF16"."""
 
     name: str
     dtype: str
@@ -97,7 +97,7 @@ class HFTensor:
 
 @dataclass(frozen=True)
 class HFFile:
-    """A file and its tensors, in the order of their bytes. metadata: of its header, or None."""
+    """A file and its tensors, in the order of their bytes. metadata: metadata of the header, or None."""
 
     name: str
     tensors: tuple[HFTensor, ...]
@@ -146,7 +146,7 @@ def arrange_as(layout: ShardLayout, tensors: Sequence[HFTensor]) -> tuple[HFFile
 
 
 def other_files(folder: Path, arch: Architecture, prefix: str = "", *, whole: bool = False) -> list[OutputFile]:
-    """What a folder holds beside its weights: config.json (as `as_written`), the tokenizer and the like. Raises
+    """Return a folder's files other than weights: config.json (see `as_written`), tokenizer and the like. Raises
     UserError where generation_config.json is not one."""
     declared_stops(folder)
     config = OutputFile(f"{prefix}config.json", (as_written(read_config(folder), arch, whole=whole).encode(),))

@@ -23,14 +23,15 @@ from isoloss.models.conversion.hf_files import SHARDS, ShardLayout, other_files
 from isoloss.models.conversion.plan import FilePlan, OutputFile, Source, published_checksum
 from isoloss.models.conversion.tensors import MergedRows, parts_of
 from isoloss.models.families.registry import HUGGINGFACE, read_architecture
+from isoloss.models.kinds.mappings import GatedMLP, Vocabulary, padded_vocab_size
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
 from isoloss.models.weights.checkpoint_names import Style, checkpoint_rows, native_style
 from isoloss.models.weights.distcp import is_checkpoint
 from isoloss.models.weights.hf_checkpoint import INDEX, HFReader, check
 from isoloss.models.weights.manifest import NAME, FileRecord, Manifest
-from isoloss.models.weights.mappings import GatedMLP, Vocabulary, padded_vocab_size
 from isoloss.models.weights.mmap import DTYPES
-from isoloss.models.weights.weight_map import Weight, weight_map
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel.runtime.errors import UserError
 
 # Larger tensors are cut, so that a loader which needs a part of one reads little more than that.
@@ -42,14 +43,14 @@ MIN_FILE_BYTES, MAX_FILE_BYTES, NUM_FILES = 64 << 20, 2 << 30, 16
 
 @dataclass(frozen=True)
 class Import:
-    """A conversion.
+    """A planned conversion of a Hugging Face folder into a checkpoint.
 
-    transfer: its files.
-    arch: with the dtype of the checkpoint.
-    dtypes: of all its tensors, sorted.
-    num_source_tensors: those used.
-    left_out: those of the source that are no weights.
-    num_tensors: of the checkpoint.
+    transfer: plan of the files.
+    arch: architecture, with the dtype of the checkpoint.
+    dtypes: types of all tensors of the checkpoint, sorted.
+    num_source_tensors: number of source tensors used.
+    left_out: names of source tensors that are no weights.
+    num_tensors: number of tensors of the checkpoint.
     """
 
     transfer: FilePlan
@@ -102,7 +103,7 @@ def plan(folder: str | Path, dtype: str | None = None, file_bytes: int | None = 
 
 
 def _dtype(weight: Weight, reader: HFReader, asked: str | None) -> torch.dtype:
-    """What the weight becomes. asked: name of the one that was asked for."""
+    """Return the type of the weight in the checkpoint. asked: name of the type requested, or None."""
     kinds = {part.tensor: DTYPES[reader.dtype(part.tensor)] for part in weight.parts}
     if not weight.trained:
         return torch.float32
@@ -130,7 +131,7 @@ def _chunks(weight: Weight, arch: Architecture, style: Style, reader: HFReader, 
 
 
 def _edges(weight: Weight, first: int, last: int, most: int) -> list[int]:
-    """Where the chunks of some rows of a weight begin and end, each of at most so many rows."""
+    """Return the edges of the chunks of rows [first, last) of a weight, each chunk of at most `most` rows."""
     run = (last - first) // 2 if isinstance(weight.mapping, GatedMLP) else last - first
     edges = [edge for start in range(first, last, run) for edge in range(start, start + run, most)] + [last]
     if isinstance(weight.mapping, Vocabulary) and padded_vocab_size(last, 1) > last:

@@ -17,12 +17,13 @@ from isoloss.models.conversion.hf_files import HFFile, HFTensor, ShardLayout, ar
 from isoloss.models.conversion.plan import Content, FilePlan, OutputFile, Source
 from isoloss.models.conversion.tensors import KeptTensor, SplitPart, parts_of
 from isoloss.models.families.registry import hf_folder, read_architecture
+from isoloss.models.kinds.weight import Part, Weight
 from isoloss.models.weights import manifest
 from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.hf_checkpoint import INDEX, Entry, HFReader, check, has_weights, index_text
 from isoloss.models.weights.mmap import DTYPES
-from isoloss.models.weights.weight_map import Part, Weight, hf_shapes, weight_map
+from isoloss.models.weights.weight_map import hf_shapes, weight_map
 from isoloss.parallel.runtime.errors import UserError
 
 _TYPES = {dtype: kind for kind, dtype in DTYPES.items()}
@@ -30,7 +31,7 @@ _TYPES = {dtype: kind for kind, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Export:
-    """arch: of the folder that is written. dtypes: what each weight is written as, by its name."""
+    """A planned export. arch: architecture of the folder written. dtypes: type written for each weight, by name."""
 
     arch: Architecture
     weights: CheckpointWeights
@@ -42,7 +43,7 @@ class Export:
 def plan_export(
     checkpoint: str | Path, hf: str | Path | None = None, dtype: str | None = None, *, keep_unused: bool = False
 ) -> Export:
-    """What turns `checkpoint` into a Hugging Face folder. Of a multimodal model that is one of its text model.
+    """Plan the export of `checkpoint` to a Hugging Face folder; a multimodal model gives a folder of its text model.
 
     hf: where config.json and the tokenizer are, and perhaps the files whose names are wanted; default the checkpoint's
         own.

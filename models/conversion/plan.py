@@ -1,4 +1,4 @@
-"""What a conversion will write: every file, and what it consists of, before a byte moves."""
+"""The plan of a conversion: every file to write and its contents, before a byte moves."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from isoloss.models.weights.manifest import FileRecord
 from isoloss.parallel.runtime.errors import UserError
 
 # What a file consists of: tensors, bytes, or the bytes of a small file. Any thread may ask tensors for their blocks,
-# which raise UserError where a source is damaged; the repr of tensors tells them apart from all others.
+# which raise UserError where a source is damaged; the repr of tensors is unique.
 Content = MergedRows | SplitPart | KeptTensor | bytes | Path
 
 
@@ -50,9 +50,9 @@ class OutputFile:
 class Source:
     """A file that is read.
 
-    nbytes, mtime_ns: when the plan was made.
-    checksum: what its publisher gave, as sha256:HEX or crc32:HEX, to be checked.
-    mend: what to do where it differs.
+    nbytes, mtime_ns: size and time of change when the plan was made.
+    checksum: the publisher's checksum to compare, sha256:HEX or crc32:HEX, or None.
+    mend: advice where the checksum differs.
     """
 
     path: Path
@@ -85,10 +85,10 @@ class FilePlan:
 
 
 def published_checksum(path: Path) -> tuple[str, str] | None:
-    """The checksum that whoever wrote this file noted down for it, as `Source.of` takes it, and what to do where
-    it differs; None: none did.
+    """Return the checksum that the file's publisher recorded, as `Source.of` takes it, and the advice where it
+    differs; None without a record.
 
-    Looks into the conversion.json of our own exports, the records that huggingface_hub keeps beside a download
+    Looks into the conversion.json of our own exports, the records that huggingface_hub keeps next to a download
     (`.cache/huggingface/download/NAME.metadata`, whose second line is the sha256 of a large file), and the file's name
     in the hub's cache, where a snapshot is made of links to `blobs/SHA256`.
     """

@@ -1,4 +1,4 @@
-"""What the weight files of a conversion consist of: tensors of one format, made of those of the other.
+"""The contents of a conversion's weight files: tensors of one format, made of tensors of the other.
 
 The forms of the weight map make them, some rows at a time: what is in memory as a whole are tensors that a form
 transposes, and no others.
@@ -14,24 +14,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from isoloss.models.kinds.mappings import InterleavedGatedMLP, TransposedRowParallel
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.finite import check_finite, is_finite
-from isoloss.models.weights.mappings import InterleavedGatedMLP, TransposedRowParallel
 from isoloss.models.weights.mmap import fetch
-from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel.runtime.errors import UserError
 
 BLOCK_BYTES = 4 << 20
-# All other mappings choose rows, and the rows' numbers tell which.
+# All other mappings choose rows, given by the rows' numbers.
 _TRANSPOSING = (InterleavedGatedMLP, TransposedRowParallel)
 _NEXT_PART = 1 << 40
 
 
 @dataclass(frozen=True)
 class MergedRows:
-    """Rows [start, stop) of a weight as Megatron-Core has it; those beyond the weight's own are zeros.
+    """Rows [start, stop) of a Megatron-Core weight; rows beyond the weight's own are zeros.
 
-    paths, views: of its parts; the views are of mapped files.
+    paths, views: files of the weight's parts, and views of the parts in mapped files.
     """
 
     weight: Weight
@@ -53,7 +53,7 @@ class MergedRows:
             yield torch.zeros((self.stop - max(self.start, rows), *rest), dtype=self.dtype)
 
     def _blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """With the number of a part that they are made of."""
+        """Yield blocks of rows, each with the number of a part that it is made of."""
         mapping = self.weight.mapping
         if isinstance(mapping, _TRANSPOSING):
             yield 0, mapping.merge([fetch(*part) for part in zip(self.views, self.paths)])[self.start : self.stop]

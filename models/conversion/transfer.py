@@ -34,7 +34,7 @@ AGAIN = "what is finished is kept: run the same command again to go on"
 
 @dataclass(frozen=True)
 class Report:
-    """nbytes: of the target without its manifest; kept: how many of them an earlier run had written."""
+    """The result of a transfer. nbytes: size of the target without manifest; kept: bytes written by an earlier run."""
 
     nbytes: int
     kept: int
@@ -107,7 +107,7 @@ def _check_sources(plan: FilePlan) -> None:
 
 
 def _check_space(plan: FilePlan, target: Path, partial: Path) -> None:
-    """What an earlier run wrote is kept or overwritten, so it needs no new room."""
+    """Raise UserError without enough free space; files of an earlier run are kept or overwritten and need none."""
     written = sum(path.stat().st_size for path in (partial / "files").rglob("*") if path.is_file())
     folder = _existing(target)
     free, needed = shutil.disk_usage(folder).free, plan.nbytes - written

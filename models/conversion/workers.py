@@ -1,6 +1,6 @@
 """The threads of `transfer`: they check sources and write files.
 
-Threads suffice, as all that takes long runs beside other threads: copying, hashing, reading and writing.
+Threads suffice, as every long operation releases the GIL: copying, hashing, reading and writing.
 """
 
 import ctypes
@@ -30,10 +30,10 @@ class _Stopped(Exception):
 
 
 class Work:
-    """What the threads do, and what came of it.
+    """The work of the threads, and its results.
 
-    records: of the files that are written.
-    kept: how many bytes of them were there already.
+    records: records of the files written.
+    kept: number of their bytes that an earlier run had written.
     """
 
     def __init__(self, plan: FilePlan, partial: Path):
@@ -43,7 +43,7 @@ class Work:
         self._lock, self._stop = threading.Lock(), threading.Event()
 
     def do(self, num_threads: int, label: str) -> None:
-        """All of it. Raises what the first thread that failed raised, when all of them have ended."""
+        """Do all of the work. Raises the error of the first thread that failed, once all threads have ended."""
         libc = ctypes.CDLL(None)
         if hasattr(libc, "mallopt"):  # glibc keeps what threads free, and cannot use it for the next aligned tensor
             libc.mallopt(_MMAP_THRESHOLD, 1 << 20)
@@ -111,7 +111,7 @@ def _write_record(path: Path, record: FileRecord) -> None:
 
 
 def _read_record(path: Path) -> FileRecord | None:
-    """What is known of a finished file, or None: there is no record, or its writing was cut short."""
+    """Return the record of a finished file; None where there is none, or its writing was cut short."""
     try:
         return FileRecord(**json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):
@@ -119,7 +119,7 @@ def _read_record(path: Path) -> FileRecord | None:
 
 
 def _is_whole(path: Path, nbytes: int, record: FileRecord) -> bool:
-    """Whether a file of so many bytes is what an earlier run wrote."""
+    """Return whether the file has `nbytes` bytes and the checksum that an earlier run recorded."""
     sized = record.bytes == nbytes and path.is_file() and path.stat().st_size == nbytes
     return sized and crc32(path) == record.crc32
 

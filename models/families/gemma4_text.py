@@ -1,19 +1,31 @@
-"""Gemma 4, dense (text): layers with a window, and every sixth one without, which has wider and fewer key/value heads,
-values that are its keys, and a rotation that turns a quarter of the channels.
+"""Gemma 4 (text): layers with a window, and every sixth one without, which has wider and fewer key/value heads, values
+that are its keys, and a rotation that turns a quarter of the channels. Sparse models add experts to every MLP.
 
-Source: transformers, models/gemma4. The hub files are of a multimodal model, whose towers are left out. They tell of
-the layers without a window by `global_head_dim` and `num_global_key_value_heads`; transformers writes
+Source: transformers, models/gemma4. The hub files are of a multimodal model, whose towers are left out. They
+describe layers without a window by `global_head_dim` and `num_global_key_value_heads`; transformers writes
 `per_layer_config`.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from isoloss.models.architecture import Architecture, Windowed
-from isoloss.models.families.hf_config import FULL, SLIDING, TEXT_MODEL, layer_kinds, read, text_config
+from isoloss.models.architecture import Architecture
+from isoloss.models.families.hf_config import (
+    FULL,
+    SLIDING,
+    TEXT_MODEL,
+    Family,
+    grouped_query,
+    layer_kinds,
+    read,
+    text_config,
+)
 from isoloss.models.families.hf_fields import ConfigJson, flag, positive_int, positive_number, refuse, with_absent
 from isoloss.models.families.hf_rope import rope
+from isoloss.models.kinds.asymmetric import Asymmetric
+from isoloss.models.kinds.dense_and_experts import DenseAndExperts
 from isoloss.models.rope import Proportional, Rope
 
 PINNED: Mapping[str, Any] = {
@@ -22,18 +34,17 @@ PINNED: Mapping[str, Any] = {
 }  # fmt: skip
 # What is not built, where it says anything else than this.
 REFUSED: Mapping[str, tuple[Any, str]] = {
-    "enable_moe_block": (False, "the experts beside the MLP of Gemma 4's sparse models"),
     "num_kv_shared_layers": (0, "layers that read the keys and values of earlier ones (E2B, E4B)"),
     "hidden_size_per_layer_input": (0, "embeddings of each layer (E2B, E4B)"),
 }
 IRRELEVANT = frozenset({
     # Of what is refused.
-    "vocab_size_per_layer_input", "num_experts", "top_k_experts", "moe_intermediate_size", "expert_intermediate_size",
-    "use_double_wide_mlp",
+    "vocab_size_per_layer_input", "use_double_wide_mlp",
 })  # fmt: skip
 FIELDS = frozenset(REFUSED) | {
     "sliding_window", "attention_k_eq_v", "final_logit_softcapping", "global_head_dim", "num_global_key_value_heads",
-    "per_layer_config", "use_bidirectional_attention",
+    "per_layer_config", "use_bidirectional_attention", "enable_moe_block", "num_experts", "top_k_experts",
+    "moe_intermediate_size", "expert_intermediate_size",
 }  # fmt: skip
 AROUND_TEXT = frozenset({
     "audio_config", "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index", "eoi_token_id",
@@ -48,6 +59,7 @@ DEFAULTS: Mapping[str, Any] = {
     },
 }  # fmt: skip
 GLOBAL_HEAD_DIM, PER_LAYER_INPUT = 512, 256
+FAMILY = Family("gemma4_text", pinned=PINNED, irrelevant=IRRELEVANT, fields=FIELDS)
 
 
 def architecture(config: ConfigJson) -> Architecture:
@@ -55,45 +67,56 @@ def architecture(config: ConfigJson) -> Architecture:
         text = architecture(text_config(config, "gemma4", irrelevant=AROUND_TEXT))
         return replace(text, tensor_prefix=TEXT_MODEL, text_class="Gemma4ForCausalLM")
     _refuse_what_is_not_built(config)
-    layers, heads = positive_int(config, "num_hidden_layers"), positive_int(config, "num_attention_heads")
+    heads = positive_int(config, "num_attention_heads")
     config = with_absent(config, DEFAULTS, null=("rope_parameters",))
     config = {**config, "tie_word_embeddings": flag(config, "tie_word_embeddings", True)}
-    kinds = layer_kinds(config, layers, lambda n: SLIDING if (n + 1) % 6 and n + 1 < layers else FULL)
+    layers = positive_int(config, "num_hidden_layers")
+    kinds = layer_kinds(config, lambda n: SLIDING if (n + 1) % 6 and n + 1 < layers else FULL)
     if kinds[-1] != FULL:
         refuse("layer_types", kinds[-1], f"is the last layer's kind, which transformers takes for {FULL}")
     for name in ("num_key_value_heads", "num_global_key_value_heads"):
         if config.get(name) is not None and heads % positive_int(config, name):
             refuse(name, config[name], f"must divide num_attention_heads={heads}")
-    own = _without_window(config, kinds)
-    max_positions, softcap = positive_int(config, "max_position_embeddings"), config.get("final_logit_softcapping")
-    rotations = {kind: _rotation(config, kind, max_positions) for kind in (FULL, SLIDING)}
-    return replace(
-        read(
-            {**config, **own, "layer_types": kinds, "rope_parameters": None},
-            "gemma4_text",
-            pinned=PINNED,
-            irrelevant=IRRELEVANT,
-            fields=FIELDS,
-            qkv_bias=False,
-            qk_norm=True,
-            windowed=Windowed(
-                num_kv_heads=positive_int(config, "num_key_value_heads"),
-                head_dim=positive_int(config, "head_dim"),
-                rotary_dim=positive_int(config, "head_dim"),
-                rope=rotations[SLIDING],
-            ),
-            softmax_scale=1.0,
-            keys_as_values=flag(config, "attention_k_eq_v"),
-            value_norm=True,
-            geglu=True,
-            sandwich_norm=True,
-            layer_scalar=True,
-            scaled_embedding=True,
-            logit_softcap=None if softcap is None else float(positive_number(config, "final_logit_softcapping")),
-            left_out=LEFT_OUT,
-        ),
-        rope=rotations[FULL],
+    own, softcap = _without_window(config, kinds), config.get("final_logit_softcapping")
+    rotations = {
+        kind: _rotation(config, kind, positive_int(config, "max_position_embeddings")) for kind in (FULL, SLIDING)
+    }
+    config = {**config, "layer_types": kinds, "rope_parameters": None}
+    full, windowed = (_attention(each)[kind] for each, kind in (({**config, **own}, FULL), (config, SLIDING)))
+    full = replace(full, keys_as_values=flag(config, "attention_k_eq_v"))
+    arch = read(
+        config,
+        FAMILY,
+        {kind: replace(attention, rope=rotations[kind]) for kind, attention in ((FULL, full), (SLIDING, windowed))},
+        _experts(config) if flag(config, "enable_moe_block", False) else None,
+        activation="geglu",
+        scaled_embedding=True,
+        logit_softcap=None if softcap is None else float(positive_number(config, "final_logit_softcapping")),
+        left_out=LEFT_OUT,
     )
+    return arch.with_layers(lambda layer: replace(layer, sandwich=True, scalar=True))
+
+
+def _attention(config: ConfigJson) -> dict[str, Asymmetric]:
+    """The attention of layers with and without a window, whose heads `config` describes. Values are as wide as keys."""
+    kind = partial(Asymmetric, value_dim=positive_int(config, "head_dim"), value_norm=True, softmax_scale=1.0)
+    return grouped_query(config, FAMILY, kind, qk_norm="head")
+
+
+def _experts(config: ConfigJson) -> DenseAndExperts:
+    moe = DenseAndExperts(
+        count=positive_int(config, "num_experts"),
+        top_k=positive_int(config, "top_k_experts"),
+        intermediate_size=positive_int(config, "moe_intermediate_size"),
+        shared_size=positive_int(config, "intermediate_size"),
+        activation="geglu",
+    )
+    if moe.top_k > moe.count:
+        refuse("top_k_experts", moe.top_k, f"exceeds num_experts={moe.count}")
+    if config.get("expert_intermediate_size") not in (None, moe.intermediate_size):
+        why = f"contradicts moe_intermediate_size={moe.intermediate_size}; keep one of them"
+        refuse("expert_intermediate_size", config["expert_intermediate_size"], why)
+    return moe
 
 
 def _refuse_what_is_not_built(config: ConfigJson) -> None:

@@ -7,12 +7,18 @@ the one that makes the model a different one.
 """
 
 from collections.abc import Callable, Mapping, Set
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from isoloss.models.architecture import MTP_LAYERS, Architecture, Latent
+from isoloss.models.architecture import MTP_LAYERS, Architecture
 from isoloss.models.families.hf_fields import ConfigJson, flag, number_of, positive_int, positive_number, refuse
-from isoloss.models.families.hf_rope import DEFAULT_THETA, rope, rotary_dim
+from isoloss.models.families.hf_rope import DEFAULT_THETA, SCALED_QUERIES, rope, rotary_dim, scaled_queries
+from isoloss.models.kinds.dense import Dense
+from isoloss.models.kinds.experts import Experts
+from isoloss.models.kinds.grouped_query import Grouped, GroupedQuery
+from isoloss.models.kinds.kind import Activation, Attention
+from isoloss.models.kinds.layer import Layer
+from isoloss.models.rope import Rope
 
 READ = frozenset({
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
@@ -51,74 +57,113 @@ UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
 DTYPES = ("float32", "bfloat16", "float16")
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 TEXT_MODEL = "model.language_model."  # what the files of a multimodal model call its text model
-# Of a multimodal model, beside its text_config.
+# Fields of a multimodal model next to its text_config.
 _AROUND_TEXT = IRRELEVANT | {
     "text_config", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
 }  # fmt: skip
 
 
-def read(
-    config: ConfigJson,
-    family: str,
-    *,
-    pinned: Mapping[str, Any] = MappingProxyType({}),
-    irrelevant: Set[str] = frozenset(),
-    fields: Set[str] = frozenset(),
-    rope_irrelevant: Set[str] = frozenset(),
-    kv_heads_default: bool = False,
-    head_dim_default: int | None = None,
-    rotary_fraction: float | None = None,
-    theta_default: float = DEFAULT_THETA,
-    layer_types_default: Callable[[int], str] = lambda layer: FULL,
-    latent: Latent | None = None,
-    **known: Any,
-) -> Architecture:
-    """The architecture of `config`, the parsed config.json of a model of this family.
+@dataclass(frozen=True)
+class Family:
+    """The fields of a family's config.json, and the meaning of absent ones.
 
     pinned: fields of this family with the only value that is supported.
     irrelevant: fields of this family that mean nothing once the pinned ones have their value.
-    fields: what the family reads itself. With `sliding_window` among them layers may have a window.
-    rope_irrelevant: as `irrelevant`, within rope_parameters.
-    known: fields of `Architecture` that the family sets.
+    fields: fields that the family reads itself. With `sliding_window` among them layers may have a window, with
+        `linear_num_key_heads` they may be Gated DeltaNet.
+    rope_irrelevant: fields within rope_parameters, otherwise like `irrelevant`.
+    scaled_queries: rope_parameters hold Llama 4's scaling of queries.
     kv_heads_default: an absent `num_key_value_heads` means as many as attention heads, as null does in any case.
-    head_dim_default: an absent `head_dim` means this; None: one that is absent or null means
-        hidden_size / num_attention_heads.
-    rotary_fraction: what an absent `partial_rotary_factor` means; None: the family rotates whole heads only.
-    theta_default: what an absent `rope_theta` means.
-    layer_types_default: what an absent `layer_types` means for each layer.
+    head_dim_default: value of an absent `head_dim`; None: hidden_size / num_attention_heads where it is absent or
+        null.
+    rotary_fraction: value of an absent `partial_rotary_factor`; None: the family rotates whole heads only.
+    theta_default: value of an absent `rope_theta`.
+    layer_types_default: kind of each layer where `layer_types` is absent.
+    """
+
+    name: str
+    pinned: Mapping[str, Any] = field(default_factory=dict)
+    irrelevant: Set[str] = frozenset()
+    fields: Set[str] = frozenset()
+    rope_irrelevant: Set[str] = frozenset()
+    scaled_queries: bool = False
+    kv_heads_default: bool = False
+    head_dim_default: int | None = None
+    rotary_fraction: float | None = None
+    theta_default: float = DEFAULT_THETA
+    layer_types_default: Callable[[int], str] = lambda layer: FULL
+
+    def rope(self, config: ConfigJson, *, interleaved: bool = False) -> Rope:
+        irrelevant = self.rope_irrelevant | (SCALED_QUERIES if self.scaled_queries else frozenset())
+        max_positions = positive_int(config, "max_position_embeddings")
+        found = rope(config, self.theta_default, max_positions, interleaved=interleaved, irrelevant=irrelevant)
+        return scaled_queries(config, found) if self.scaled_queries else found
+
+
+def read(
+    config: ConfigJson,
+    family: Family,
+    attentions: Mapping[str, Attention],
+    experts: Experts | None = None,
+    *,
+    dense_layers: int = 0,
+    activation: Activation = "swiglu",
+    **known: Any,
+) -> Architecture:
+    """Return the architecture of `config`, the parsed config.json of a model of this family.
+
+    attentions: the attention of each kind of layer that `layer_types` may name.
+    experts: they take the place of the dense MLP, but for the first `dense_layers` layers.
+    activation: activation of a dense MLP.
+    known: fields of `Architecture` that the family sets.
     Raises UserError, beginning with "config.json: ", for a field that is missing, unknown or not supported.
     """
-    _check_fields(config, family, READ | IRRELEVANT | irrelevant | fields, irrelevant, pinned)
-    num_layers, num_heads = positive_int(config, "num_hidden_layers"), positive_int(config, "num_attention_heads")
-    max_positions = positive_int(config, "max_position_embeddings")
-    if latent is None:
-        head_dim = _head_dim(config, num_heads, head_dim_default)
-        rotated = rotary_dim(config, head_dim, rotary_fraction)
-    else:
-        head_dim, rotated = latent.nope_dim + latent.rope_dim, rotary_dim(config, latent.rope_dim, None)
-    arch = Architecture(
-        family=family,
-        num_layers=num_layers,
+    check_fields(config, family)
+    dense = Dense(positive_int(config, "intermediate_size"), activation)
+    kinds = layer_kinds(config, family.layer_types_default)
+    other = sorted({str(kind) for kind in kinds} - attentions.keys())
+    if other:
+        refuse("layer_types", other[0], f"is not supported; one of {', '.join(attentions)} is")
+    mlps = [dense if experts is None or layer < dense_layers else experts for layer in range(len(kinds))]
+    return Architecture(
+        family=family.name,
+        layers=tuple(Layer(attentions[kind], mlp) for kind, mlp in zip(kinds, mlps)),
         hidden_size=positive_int(config, "hidden_size"),
-        num_heads=num_heads,
-        num_kv_heads=_kv_heads(config, num_heads, kv_heads_default),
-        head_dim=head_dim,
-        intermediate_size=positive_int(config, "intermediate_size"),
         vocab_size=positive_int(config, "vocab_size"),
         norm_eps=positive_number(config, "rms_norm_eps"),
-        rope=rope(config, theta_default, max_positions, interleaved=latent is not None, irrelevant=rope_irrelevant),
         tie_embeddings=flag(config, "tie_word_embeddings"),
-        max_positions=max_positions,
+        max_positions=positive_int(config, "max_position_embeddings"),
         dtype=_dtype(config),
-        rotary_dim=rotated,
-        windows=_windows(config, num_layers, layer_types_default, "sliding_window" in fields, "delta" in known),
-        latent=latent,
-        mtp_layers=number_of(config, *(name for name in MTP_LAYERS if name in fields)),
+        mtp_layers=number_of(config, *(name for name in MTP_LAYERS if name in family.fields)),
         **known,
     )
-    if arch.rope.cos_sin_factor != 1 and latent is None and rotated != head_dim:
+
+
+def grouped_query(
+    config: ConfigJson, family: Family, kind: Callable[..., Grouped] = GroupedQuery, **known: Any
+) -> dict[str, Any]:
+    """Return the attention of layers with and without a window. known: fields of `kind` that the family sets."""
+    check_fields(config, family)
+    heads = positive_int(config, "num_attention_heads")
+    head_dim = _head_dim(config, heads, family.head_dim_default)
+    rotated = rotary_dim(config, head_dim, family.rotary_fraction)
+    kv_heads, rotation = _kv_heads(config, heads, family.kv_heads_default), family.rope(config)
+    if rotation.cos_sin_factor != 1 and rotated != head_dim:
         refuse("partial_rotary_factor", rotated / head_dim, "together with YaRN's attention factor is not supported")
-    return arch
+    full = kind(heads=heads, kv_heads=kv_heads, head_dim=head_dim, rope=rotation, rotary_dim=rotated, **known)
+    if "sliding_window" not in family.fields:
+        return {FULL: full}
+    if SLIDING not in layer_kinds(config, family.layer_types_default) or (
+        config.get("sliding_window") is None and config.get("layer_types") is None
+    ):
+        return {FULL: full, SLIDING: full}
+    return {FULL: full, SLIDING: replace(full, window=positive_int(config, "sliding_window"))}
+
+
+def check_fields(config: ConfigJson, family: Family) -> None:
+    """Refuse fields that the family does not know, and values of pinned ones that are not supported."""
+    _check_fields(config, family.name, READ | family.irrelevant | IRRELEVANT | family.fields, family.irrelevant,
+                  family.pinned)  # fmt: skip
 
 
 def _check_fields(
@@ -140,24 +185,9 @@ def _check_fields(
             refuse(name, value, f"is not supported for {family}; only {wanted!r} is{hint}")
 
 
-def _windows(
-    config: ConfigJson, num_layers: int, default: Callable[[int], str], sliding: bool, linear: bool
-) -> tuple[int | None, ...]:
-    """For each layer, how many tokens a token sees; () where every layer sees all."""
-    layer_types = layer_kinds(config, num_layers, default)
-    supported = (FULL, *([SLIDING] if sliding else []), *([LINEAR] if linear else []))
-    other = sorted({str(kind) for kind in layer_types} - set(supported))
-    if other:
-        refuse("layer_types", other[0], f"is not supported; one of {', '.join(supported)} is")
-    if SLIDING not in layer_types or (config.get("sliding_window") is None and config.get("layer_types") is None):
-        return ()
-    window = positive_int(config, "sliding_window")
-    return tuple(window if kind == SLIDING else None for kind in layer_types)
-
-
-def layer_kinds(config: ConfigJson, num_layers: int, default: Callable[[int], str]) -> list[str]:
-    """`layer_types`, or the default of each layer."""
-    layer_types = config.get("layer_types")
+def layer_kinds(config: ConfigJson, default: Callable[[int], str]) -> list[str]:
+    """Return `layer_types`, or the default of each layer."""
+    num_layers, layer_types = positive_int(config, "num_hidden_layers"), config.get("layer_types")
     if layer_types is None:
         layer_types = [default(layer) for layer in range(num_layers)]
     if not isinstance(layer_types, list):
@@ -168,9 +198,9 @@ def layer_kinds(config: ConfigJson, num_layers: int, default: Callable[[int], st
 
 
 def text_config(config: ConfigJson, family: str, *, irrelevant: Set[str] = frozenset()) -> ConfigJson:
-    """What a multimodal model's config.json says of its text model.
+    """Return the configuration of the text model in a multimodal model's config.json.
 
-    family: the model_type of the multimodal model. irrelevant: fields of it, beside text_config, that say nothing of
+    family: the model_type of the multimodal model. irrelevant: fields of it, next to text_config, that say nothing of
         text.
     Raises UserError, as `read`, and where the two contradict each other.
     """

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
-from isoloss.models.architecture import MTP_LAYERS, Experts
+from isoloss.models.architecture import MTP_LAYERS
 from isoloss.models.families.hf_fields import ConfigJson, flag, number_of, positive_int, positive_number, refuse
+from isoloss.models.kinds.experts import Experts
 
 # The fields of a model with `grouped_experts`.
 GROUPED_EXPERTS = frozenset({
@@ -59,15 +60,10 @@ def experts(
     return experts
 
 
-def grouped_experts(config: ConfigJson, dense_layers: int | None = None, *, shared: bool = True) -> Experts:
-    """The experts of DeepSeek-V3 and its followers: sigmoid scores with a selection bias, groups, shared experts.
-
-    dense_layers: what `first_k_dense_replace` says, unless told.
-    shared: whether the family has shared experts.
-    """
+def grouped_experts(config: ConfigJson, *, shared: bool = True) -> Experts:
+    """Return the experts of DeepSeek-V3 and its followers: sigmoid scores with a selection bias, groups, shared
+    experts, unless the family has none (`shared`)."""
     shared_experts = positive_int(config, "n_shared_experts") if shared else 0
-    if dense_layers is None and config.get("first_k_dense_replace", 0) is None:
-        refuse("first_k_dense_replace", None, "must be a whole number, at least 0")
     return experts(
         config,
         count=("n_routed_experts", "num_local_experts", "num_experts"),
@@ -78,13 +74,19 @@ def grouped_experts(config: ConfigJson, dense_layers: int | None = None, *, shar
         groups=positive_int(config, "n_group"),
         groups_kept=positive_int(config, "topk_group"),
         shared_size=shared_experts * positive_int(config, "moe_intermediate_size"),
-        dense_layers=number_of(config, "first_k_dense_replace") if dense_layers is None else dense_layers,
     )
 
 
+def first_dense_layers(config: ConfigJson) -> int:
+    """Return how many layers before those with experts have a dense MLP."""
+    if config.get("first_k_dense_replace", 0) is None:
+        refuse("first_k_dense_replace", None, "must be a whole number, at least 0")
+    return number_of(config, "first_k_dense_replace")
+
+
 def leading_dense_layers(config: ConfigJson) -> int:
-    """Of families that name the kind of each layer's MLP in `mlp_layer_types`; where that is absent, the first is
-    dense. The hub files have `first_k_dense_replace`, which transformers then does not read."""
+    """Return the same for families that name the kind of each layer's MLP in `mlp_layer_types`; where that is absent,
+    the first is dense. The hub files have `first_k_dense_replace`, which transformers then does not read."""
     layers, kinds = positive_int(config, "num_hidden_layers"), config.get("mlp_layer_types")
     if kinds is None:
         kinds = ["dense"] + ["sparse"] * (layers - 1)

@@ -45,8 +45,8 @@ def positive_number(config: ConfigJson, name: str, inside: str = "") -> float:
 
 
 def flag(config: ConfigJson, name: str, default: bool = False) -> bool:
-    """default: what an absent field means. null is false to the code that reads it, so it is refused where absent means
-    true."""
+    """Return a boolean field, `default` where it is absent. transformers reads null as false, so null is refused where
+    the default is true."""
     value = config.get(name, default)
     if value is None and not default:
         return False
@@ -58,11 +58,11 @@ def flag(config: ConfigJson, name: str, default: bool = False) -> bool:
 def with_absent(
     config: ConfigJson, absent: ConfigJson, *, spellings: Sequence[str] = (), null: Sequence[str] = ()
 ) -> ConfigJson:
-    """`config` with what transformers' class takes for the fields that it leaves out. One that is null stays null,
-    which that class takes for something else, or refuses.
+    """Return `config` with the defaults of transformers' class for absent fields. A field that is null stays null,
+    which that class reads as something else, or refuses.
 
-    spellings: of one field of `absent`, which is there if any of them is.
-    null: fields that the class takes for absent where they are null.
+    spellings: names of one field of `absent`, which is present if any of them is.
+    null: fields that the class treats as absent where they are null.
     """
     left_out = () if config.keys().isdisjoint(spellings) else spellings
     config = {name: value for name, value in config.items() if value is not None or name not in null}

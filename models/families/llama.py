@@ -4,7 +4,7 @@ Source: transformers, models/llama/modeling_llama.py.
 """
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.families.hf_config import read
+from isoloss.models.families.hf_config import Family, grouped_query, read
 from isoloss.models.families.hf_fields import ConfigJson
 
 PINNED = {
@@ -15,7 +15,8 @@ PINNED = {
     "is_llama_config": True,
     "sliding_window": None,
 }
+FAMILY = Family("llama", pinned=PINNED, kv_heads_default=True)
 
 
 def architecture(config: ConfigJson) -> Architecture:
-    return read(config, "llama", pinned=PINNED, qkv_bias=False, qk_norm=False, kv_heads_default=True)
+    return read(config, FAMILY, grouped_query(config, FAMILY))

@@ -7,10 +7,12 @@ not part of what the model computes.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from isoloss.models.architecture import Architecture, Values, Windowed
-from isoloss.models.families.hf_config import FULL, SLIDING, layer_kinds, read
+from isoloss.models.architecture import Architecture
+from isoloss.models.families.hf_config import FULL, SLIDING, Family, grouped_query, layer_kinds, read
 from isoloss.models.families.hf_experts import (
     GROUPED_EXPERTS,
     MOE_IRRELEVANT,
@@ -19,7 +21,7 @@ from isoloss.models.families.hf_experts import (
     leading_dense_layers,
 )
 from isoloss.models.families.hf_fields import ConfigJson, positive_int, positive_number, refuse, with_absent
-from isoloss.models.families.hf_rope import rope, rotary_dim
+from isoloss.models.kinds.asymmetric import Asymmetric
 
 PINNED = {
     **MOE_PINNED,
@@ -40,6 +42,7 @@ FIELDS = (GROUPED_EXPERTS - {"n_shared_experts", "first_k_dense_replace"}) | HUB
     "mlp_layer_types", "sliding_window", "sliding_window_size", "v_head_dim", "attention_value_scale",
 }  # fmt: skip
 VALUE_SCALE, ROTATED = 0.707, 0.334
+FAMILY = Family("mimo_v2_flash", pinned=PINNED, irrelevant=IRRELEVANT, fields=FIELDS, rotary_fraction=ROTATED)
 # What absent fields mean.
 DEFAULTS: Mapping[str, Any] = {
     "head_dim": 192, "v_head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 129, "n_group": 1, "topk_group": 1,
@@ -51,45 +54,46 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def architecture(config: ConfigJson) -> Architecture:
-    layers, scale = positive_int(config, "num_hidden_layers"), config.get("attention_value_scale", VALUE_SCALE)
     null = ("rope_parameters", "routed_scaling_factor")
     config = with_absent({**config, **_window(config)}, DEFAULTS, null=null)
-    kinds = layer_kinds(config, layers, lambda n: SLIDING if n and (n + 1) % 6 else FULL)
+    kinds = layer_kinds(config, lambda n: SLIDING if n and (n + 1) % 6 else FULL)
     config = {**config, "layer_types": kinds}
-    of_kind = {kind: _rotating_as(config, kind) for kind in (FULL, SLIDING)}
+    full, windowed = (_attention(config, kind) for kind in (FULL, SLIDING))
+    if full.heads % windowed.kv_heads:
+        why = f"must divide num_attention_heads={full.heads} twice over: layers with a window have as many again"
+        refuse("num_key_value_heads", full.kv_heads, why)
+    if windowed.rotary_dim != full.rotary_dim:
+        refuse("rope_parameters", config["rope_parameters"], "rotates other channels where there is a window")
+    dense_layers = leading_dense_layers(config)
     arch = read(
-        of_kind[FULL],
-        "mimo_v2_flash",
-        pinned=PINNED,
-        irrelevant=IRRELEVANT,
-        fields=FIELDS,
-        rotary_fraction=ROTATED,
-        qkv_bias=False,
-        qk_norm=False,
-        sinks=tuple(kind == SLIDING for kind in config["layer_types"]),
-        sinks_name="attention_sink_bias",
-        values=Values(
-            positive_int(config, "v_head_dim"),
-            1.0 if scale is None else positive_number({"attention_value_scale": scale}, "attention_value_scale"),
-        ),
-        windowed=Windowed(
-            num_kv_heads=2 * positive_int(config, "num_key_value_heads"),
-            head_dim=positive_int(config, "head_dim"),
-            rotary_dim=rotary_dim(of_kind[SLIDING], positive_int(config, "head_dim"), ROTATED),
-            rope=rope(of_kind[SLIDING], 1e4, positive_int(config, "max_position_embeddings"), interleaved=False),
-        ),
-        experts=grouped_experts(config, leading_dense_layers(config), shared=False),
+        _rotating_as(config, FULL),
+        FAMILY,
+        {FULL: full, SLIDING: windowed},
+        grouped_experts(config, shared=False),
+        dense_layers=dense_layers,
         left_out=("model.mtp.",),
     )
-    if arch.windowed and arch.num_heads % arch.windowed.num_kv_heads:
-        why = f"must divide num_attention_heads={arch.num_heads} twice over: layers with a window have as many again"
-        refuse("num_key_value_heads", arch.num_kv_heads, why)
-    if arch.windowed and arch.windowed.rotary_dim != arch.rotary_dim:
-        refuse("rope_parameters", config["rope_parameters"], "rotates other channels where there is a window")
-    for name, meant in _by_the_hub(config, arch):
+    for name, meant in _by_the_hub(config, arch, full, windowed):
         if config.get(name) not in (None, meant):
             refuse(name, config[name], f"is not what transformers computes of this file, {meant!r}")
     return arch
+
+
+def _attention(config: ConfigJson, kind: str) -> Asymmetric:
+    """The attention of layers of a kind: with a window they have sinks, and twice the key/value heads."""
+    rotating, scale = _rotating_as(config, kind), config.get("attention_value_scale", VALUE_SCALE)
+    (full, sliding), value_dim = (FULL, SLIDING), positive_int(config, "v_head_dim")
+    own = grouped_query(
+        rotating,
+        FAMILY,
+        partial(Asymmetric, value_dim=value_dim),
+        value_scale=1.0
+        if scale is None
+        else positive_number({"attention_value_scale": scale}, "attention_value_scale"),
+    )
+    if kind == full:
+        return own[full]
+    return replace(own[sliding], kv_heads=2 * own[full].kv_heads, sinks="attention_sink_bias")
 
 
 def _window(config: ConfigJson) -> dict[str, int]:
@@ -113,16 +117,17 @@ def _rotating_as(config: ConfigJson, kind: str) -> ConfigJson:
     return {name: v for name, v in config.items() if name not in by_the_hub} | {"rope_parameters": given[kind]}
 
 
-def _by_the_hub(config: ConfigJson, arch: Architecture) -> Iterator[tuple[str, Any]]:
+def _by_the_hub(
+    config: ConfigJson, arch: Architecture, full: Asymmetric, windowed: Asymmetric
+) -> Iterator[tuple[str, Any]]:
     """Fields of the hub's spelling, and what they must say."""
-    assert arch.windowed is not None
     yield "hybrid_layer_pattern", [int(kind == SLIDING) for kind in config["layer_types"]]
-    yield "moe_layer_freq", [int(arch.has_experts(layer)) for layer in range(arch.num_layers)]
+    yield "moe_layer_freq", [int(sparse) for sparse in arch.sparse]
     yield "layernorm_epsilon", arch.norm_eps
-    yield "rope_theta", arch.rope.theta
-    yield "swa_rope_theta", arch.windowed.rope.theta
+    yield "rope_theta", full.rope.theta
+    yield "swa_rope_theta", windowed.rope.theta
     yield "partial_rotary_factor", config["rope_parameters"][FULL].get("partial_rotary_factor", ROTATED)
-    yield "swa_num_attention_heads", arch.num_heads
-    yield "swa_num_key_value_heads", arch.windowed.num_kv_heads
-    yield "swa_head_dim", arch.head_dim
-    yield "swa_v_head_dim", arch.value_dim(0)
+    yield "swa_num_attention_heads", full.heads
+    yield "swa_num_key_value_heads", windowed.kv_heads
+    yield "swa_head_dim", full.head_dim
+    yield "swa_v_head_dim", full.value_dim

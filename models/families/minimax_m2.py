@@ -2,13 +2,16 @@
 each head rotated, and experts in every layer, chosen by sigmoid scores with a selection bias.
 
 Source: transformers, models/minimax_m2/modeling_minimax_m2.py; the fields of the hub files that it does not read are
-those of the code beside them. Their layers for multi-token prediction are not part of what the model computes.
+those of the code next to them. Their layers for multi-token prediction are not part of what the model computes.
 """
 
-from isoloss.models.architecture import Architecture, ExpertNames
-from isoloss.models.families.hf_config import read
+from dataclasses import replace
+
+from isoloss.models.architecture import Architecture
+from isoloss.models.families.hf_config import Family, grouped_query, read
 from isoloss.models.families.hf_experts import MOE_IRRELEVANT, MOE_PINNED, experts
 from isoloss.models.families.hf_fields import ConfigJson, positive_int, refuse
+from isoloss.models.kinds.experts import ExpertNames
 
 PINNED = {
     **MOE_PINNED,
@@ -29,6 +32,16 @@ IRRELEVANT = MOE_IRRELEVANT | {
 FIELDS = frozenset({
     "num_local_experts", "num_experts", "num_experts_per_tok", "rotary_dim", "attn_type_list", "num_mtp_modules",
 })  # fmt: skip
+FAMILY = Family(
+    "minimax_m2",
+    pinned=PINNED,
+    irrelevant=IRRELEVANT,
+    fields=FIELDS,
+    head_dim_default=128,
+    rotary_fraction=1.0,
+    theta_default=5e6,
+)
+NAMES = ExpertNames("block_sparse_moe", projections=("w1", "w3", "w2"), selection_bias="e_score_correction_bias")
 
 
 def architecture(config: ConfigJson) -> Architecture:
@@ -38,27 +51,15 @@ def architecture(config: ConfigJson) -> Architecture:
         if config.get("partial_rotary_factor") not in (None, fraction):
             refuse("rotary_dim", config["rotary_dim"], "contradicts partial_rotary_factor; keep one of them")
         config = {**config, "partial_rotary_factor": fraction}
-    return read(
+    # 0 would be a layer of linear attention.
+    family = replace(FAMILY, pinned={**PINNED, "attn_type_list": [1] * layers})
+    moe = experts(
         config,
-        "minimax_m2",
-        pinned={**PINNED, "attn_type_list": [1] * layers},  # 0 would be a layer of linear attention
-        irrelevant=IRRELEVANT,
-        fields=FIELDS,
-        head_dim_default=128,
-        rotary_fraction=1.0,
-        theta_default=5e6,
-        qkv_bias=False,
-        qk_norm=True,
-        joint_qk_norm=True,
-        experts=experts(
-            config,
-            count=("num_local_experts", "num_experts"),
-            intermediate_size="intermediate_size",
-            score="sigmoid",
-            normalize=True,
-            selection_bias=True,
-            names=ExpertNames(
-                "block_sparse_moe", projections=("w1", "w3", "w2"), selection_bias="e_score_correction_bias"
-            ),
-        ),
+        count=("num_local_experts", "num_experts"),
+        intermediate_size="intermediate_size",
+        score="sigmoid",
+        normalize=True,
+        selection_bias=True,
+        names=NAMES,
     )
+    return read(config, family, grouped_query(config, family, qk_norm="joint"), moe)

@@ -3,12 +3,9 @@
 Source: transformers, models/ministral3/modeling_ministral3.py.
 """
 
-from dataclasses import replace
-
 from isoloss.models.architecture import Architecture
-from isoloss.models.families.hf_config import SLIDING, read
+from isoloss.models.families.hf_config import SLIDING, Family, grouped_query, read
 from isoloss.models.families.hf_fields import ConfigJson, with_absent
-from isoloss.models.families.hf_rope import SCALED_QUERIES, scaled_queries
 
 FIELDS = frozenset({"sliding_window"})
 ABSENT = {"num_key_value_heads": 8}
@@ -16,19 +13,13 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
     "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
+FAMILY = Family(
+    "ministral3", fields=FIELDS, scaled_queries=True, head_dim_default=128, layer_types_default=lambda layer: SLIDING
+)
 
 
 def architecture(config: ConfigJson) -> Architecture:
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
         config = {**config, "rope_parameters": YARN}
-    arch = read(
-        with_absent(config, ABSENT),
-        "ministral3",
-        fields=FIELDS,
-        head_dim_default=128,
-        layer_types_default=lambda layer: SLIDING,
-        rope_irrelevant=SCALED_QUERIES,
-        qkv_bias=False,
-        qk_norm=False,
-    )
-    return replace(arch, rope=scaled_queries(config, arch.rope))
+    config = with_absent(config, ABSENT)
+    return read(config, FAMILY, grouped_query(config, FAMILY))

@@ -6,14 +6,16 @@ Source: transformers, models/mistral4/modeling_mistral4.py.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from isoloss.models.architecture import Architecture, ExpertNames
-from isoloss.models.families.deepseek_v3 import FIELDS, PINNED, latent_architecture
-from isoloss.models.families.hf_experts import grouped_experts
+from isoloss.models.architecture import Architecture
+from isoloss.models.families import deepseek_v3
+from isoloss.models.families.deepseek_v3 import PINNED, latent_architecture
+from isoloss.models.families.hf_experts import first_dense_layers, grouped_experts
 from isoloss.models.families.hf_fields import ConfigJson, positive_int, refuse, with_absent
-from isoloss.models.families.hf_rope import SCALED_QUERIES, scaled_queries
+from isoloss.models.kinds.experts import ExpertNames
 
 ABSENT = {"num_key_value_heads": 32}
 SOFTMAX = {**PINNED, "scoring_func": "softmax", "topk_method": None}
+FAMILY = replace(deepseek_v3.FAMILY, name="mistral4", pinned=SOFTMAX, scaled_queries=True)
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
     "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
@@ -23,10 +25,7 @@ YARN = {
 def architecture(config: ConfigJson) -> Architecture:
     config = _of_rotated_channels(with_absent(config, ABSENT))
     experts = replace(grouped_experts(config), score="softmax", selection_bias=False, names=ExpertNames(stacked="rows"))
-    arch = latent_architecture(
-        config, "mistral4", experts, pinned=SOFTMAX, fields=FIELDS, rope_irrelevant=SCALED_QUERIES
-    )
-    return replace(arch, rope=scaled_queries(config, arch.rope))
+    return latent_architecture(config, FAMILY, experts, first_dense_layers(config))
 
 
 def _of_rotated_channels(config: ConfigJson) -> ConfigJson:

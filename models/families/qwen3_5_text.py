@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.families.hf_config import TEXT_MODEL, read, text_config
-from isoloss.models.families.hf_delta import DELTA, DELTA_PINNED, GATED, gated_delta
+from isoloss.models.families.hf_config import TEXT_MODEL, Family, read, text_config
+from isoloss.models.families.hf_delta import DELTA, DELTA_PINNED, GATED, delta_attentions, with_layer_types
 from isoloss.models.families.hf_fields import ConfigJson
 
 PINNED: Mapping[str, Any] = MappingProxyType({
@@ -23,20 +23,14 @@ FIELDS = DELTA | {"mtp_num_hidden_layers"}
 IRRELEVANT = frozenset({"mamba_ssm_dtype"})  # in what type a server keeps its states
 ROPE_IRRELEVANT = frozenset({"mrope_section", "mrope_interleaved"})
 LEFT_OUT = ("mtp.", "model.visual.")
+FAMILY = Family(
+    "qwen3_5_text", pinned=PINNED, irrelevant=IRRELEVANT, fields=FIELDS, rope_irrelevant=ROPE_IRRELEVANT, **GATED
+)
 
 
 def architecture(config: ConfigJson) -> Architecture:
     if "text_config" in config:
         text = architecture(text_config(config, "qwen3_5"))
         return replace(text, tensor_prefix=TEXT_MODEL, text_class="Qwen3_5ForCausalLM")
-    return read(
-        config,
-        "qwen3_5_text",
-        pinned=PINNED,
-        irrelevant=IRRELEVANT,
-        fields=FIELDS,
-        rope_irrelevant=ROPE_IRRELEVANT,
-        delta=gated_delta(config),
-        left_out=LEFT_OUT,
-        **GATED,
-    )
+    config = with_layer_types(config)
+    return read(config, FAMILY, delta_attentions(config, FAMILY), zero_centered_norm=True, left_out=LEFT_OUT)

@@ -4,7 +4,7 @@ Source: transformers, models/qwen3_moe/modeling_qwen3_moe.py.
 """
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.families.hf_config import UNUSED_WINDOW, read
+from isoloss.models.families.hf_config import UNUSED_WINDOW, Family, grouped_query, read
 from isoloss.models.families.hf_experts import MOE_IRRELEVANT, MOE_PINNED, experts
 from isoloss.models.families.hf_fields import ConfigJson, flag
 
@@ -19,21 +19,10 @@ PINNED = {
 FIELDS = frozenset(
     {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
 )
+FAMILY = Family("qwen3_moe", pinned=PINNED, irrelevant=UNUSED_WINDOW | MOE_IRRELEVANT, fields=FIELDS)
 
 
 def architecture(config: ConfigJson) -> Architecture:
-    return read(
-        config,
-        "qwen3_moe",
-        pinned=PINNED,
-        irrelevant=UNUSED_WINDOW | MOE_IRRELEVANT,
-        fields=FIELDS,
-        qkv_bias=False,
-        qk_norm=True,
-        experts=experts(
-            config,
-            count=("num_experts", "num_local_experts"),
-            score="softmax",
-            normalize=flag(config, "norm_topk_prob"),
-        ),
-    )
+    chosen, normalize = ("num_experts", "num_local_experts"), flag(config, "norm_topk_prob")
+    moe = experts(config, count=chosen, score="softmax", normalize=normalize)
+    return read(config, FAMILY, grouped_query(config, FAMILY, qk_norm="head"), moe)

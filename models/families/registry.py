@@ -73,8 +73,8 @@ def family_of(name: str) -> ModuleType:
 
 
 def hf_folder(path: str | Path) -> Path:
-    """Where config.json and the tokenizer of a model are: `path` itself, or for a checkpoint, or the run whose newest
-    one it is, the folder inside of it, or beside it where `path` is a folder of iterations.
+    """Return the folder of a model's config.json and tokenizer: `path` itself, or for a checkpoint or a run the folder
+    inside of the (newest) checkpoint, else the one inside of `path`.
 
     Raises UserError where a checkpoint has none.
     """
@@ -119,8 +119,8 @@ def _as_filed(arch: Architecture, folder: Path) -> Architecture:
     names = tensor_names(folder)
     if not names or any(name.endswith(".experts.gate_up_proj") for name in names):
         return arch
-    apart = replace(arch.experts.names, stacked="")
-    return replace(arch, experts=replace(arch.experts, names=apart))
+    apart = replace(arch.experts, names=replace(arch.experts.names, stacked=""))
+    return arch.with_layers(lambda layer: replace(layer, mlp=apart) if layer.mlp.experts else layer)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def hub_hint(path: Path) -> str:
-    """What to add where there is no folder `path`, if it looks like the name of a model on the Hugging Face hub."""
+    """Return the advice for a missing folder `path` that looks like a model's name on the Hugging Face hub, or ""."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(path)):
         return ""
     return f". Nothing is downloaded from the Hugging Face hub: hf download {path} --local-dir {path.name} does that"

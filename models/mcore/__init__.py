@@ -1,1 +1,1 @@
-"""What is built on Megatron-Core: the model, its layers, its parameters."""
+"""The part of a model built on Megatron-Core: layers, parameters, optimizer."""

@@ -27,7 +27,7 @@ class ActivationMemory(Keys, group="memory"):
     )
     recompute_layers: int | None = key(
         None,
-        "With recompute=full: recompute only the first so many layers of each pipeline stage; null: all.",
+        "With recompute=full: number of layers of each pipeline stage, from its first, to recompute; null: all.",
         at_least=1,
     )
     offload_layers: int = key(

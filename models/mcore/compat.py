@@ -1,20 +1,32 @@
-"""What newer releases of Megatron-Core have in another form than 0.16.1, for all that isoloss builds on it.
+"""Adapters for interfaces of Megatron-Core that differ between 0.16.1 and newer releases.
 
 The same code serves every release of `parallel/runtime/versions.py` that is usable; nothing here asks which one is
-installed. Patches of Megatron's own code are in `isoloss.models.mcore.patches`, as all are.
+installed. Patches of Megatron's own code are in `isoloss.models.mcore.patches`. The check of NVIDIA's apex is here too,
+which every release imports where it is.
 """
 
 from collections.abc import Sequence
 from functools import partial
+from importlib.machinery import PathFinder
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from isoloss.models.mcore.layer_config import LayerConfig
-from isoloss.models.mcore.layers.activations import clamped_swiglu, geglu, swiglu
+from isoloss.parallel import UserError
+
+
+def check_apex() -> None:
+    """Raise UserError where the package `apex` is not NVIDIA's: PyPI's is another project. Imports neither."""
+    spec = PathFinder.find_spec("apex")
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    if spec is not None and not any((Path(folder) / "optimizers").is_dir() for folder in folders):
+        raise UserError(
+            f"the package apex in {folders[0] if folders else spec.origin} is not NVIDIA's (the one on PyPI is another "
+            "project): pip uninstall apex; isoloss needs none, and NVIDIA's is built from its own repository"
+        )
 
 
 def submodules_of(spec: Any) -> Any:
@@ -31,36 +43,12 @@ def of_class(spec: Any, module: type, **more: Any) -> Any:
 
 
 class AnyLayer(SimpleNamespace):
-    """The MLP of a layer, where it is a class of ours: what ModuleSpec holds, and from 0.19 on also a function."""
+    """The spec of a layer's MLP of isoloss's own class: ModuleSpec's fields, and from 0.19 on also callable."""
 
     def __call__(self, **settings: Any) -> Any:
         return self.module(submodules=self.submodules, **{**settings, **self.params})
 
 
 def gradients_for_norm(part: Any) -> Sequence[Tensor]:
-    """Of an optimizer's parameters, each once; 0.19 has another name for them."""
+    """Return the gradients of an optimizer's parameters, each once; 0.19 renamed the method."""
     return (getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm)()
-
-
-class SwiGLU(MegatronModule):
-    """`swiglu` as a module, which 0.17 demands in the slot of an activation. Built from the configuration; it has no
-    parameters, and Megatron asks it, like its neighbours, what it adds to a checkpoint."""
-
-    config: LayerConfig
-
-    def forward(self, wide: Tensor) -> Tensor:
-        return swiglu(wide, one_kernel=self.config.kernels.activation)
-
-
-class ClampedSwiGLU(SwiGLU):
-    """`clamped_swiglu` as a module."""
-
-    def forward(self, wide: Tensor) -> Tensor:
-        return clamped_swiglu(wide, one_kernel=self.config.kernels.activation)
-
-
-class GeGLU(SwiGLU):
-    """`geglu` as a module."""
-
-    def forward(self, wide: Tensor) -> Tensor:
-        return geglu(wide, one_kernel=self.config.kernels.activation)

@@ -8,16 +8,11 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from isoloss.models.mcore.arrival import wait_for_weights
 from isoloss.models.mcore.layer_config import LayerConfig
 from isoloss.models.mcore.layers.rotary import rotary_table
-from isoloss.models.mcore.moe.dispatch import Bound
 from isoloss.models.mcore.moe.experts import RoutedRow
-from isoloss.models.mcore.moe.router_losses import RoutedTokens
-from isoloss.models.rope import QueryScaling
-from isoloss.parallel.ops.kv_cache import KeyValueCache
+from isoloss.models.mcore.moe.grouped_experts import wait_for_weights
 from isoloss.parallel.ops.matmul import main_grad_to_add_to
-from isoloss.parallel.ops.varlen import VarlenCache
 
 
 class PackedGPT(GPTModel):
@@ -28,16 +23,16 @@ class PackedGPT(GPTModel):
     def __init__(
         self,
         *args,
-        inv_freq: Tensor,
-        rotary_factor: float,
-        query_scaling: QueryScaling | None = None,
+        rotary_factor: float = 1.0,
         embedding_factor: float = 1.0,
         **kwargs,
     ):
         super().__init__(*args, position_embedding_type="none", **kwargs)
+        self.rotary_factor, self.embedding_factor = rotary_factor, embedding_factor
         # Not a buffer: it must stay fp32 when the module is cast, and it is not part of a checkpoint.
-        self.inv_freq, self.rotary_factor = inv_freq.to(torch.cuda.current_device()), rotary_factor
-        self.query_scaling, self.embedding_factor = query_scaling, embedding_factor
+        inv_freqs = [rope.inv_freq(channels) for rope, channels in self.config.ropes]
+        self.inv_freq = torch.cat([torch.empty(0, dtype=torch.float32), *inv_freqs]).to(torch.cuda.current_device())
+        self.query_scaling = self.config.ropes[0][0].query_scaling if self.config.ropes else None
 
     def _preprocess(self, input_ids, position_ids, *args, **kwargs):
         outputs = super()._preprocess(input_ids, position_ids, *args, **kwargs)
@@ -71,42 +66,12 @@ class PackedGPT(GPTModel):
         return main_grad_to_add_to(self.embedding.word_embeddings if tied else self.output_layer)
 
 
-def forward_row(
-    chunk: nn.Module,
-    tokens_R: Tensor,
-    positions_R: Tensor,
-    lengths: tuple[int, ...],
-    parents: tuple[int, ...] = (),
-    routed: RoutedTokens | None = None,
-    bound: Bound | None = None,
-    uploads: VarlenCache | None = None,
-    cache: KeyValueCache | None = None,
-) -> Tensor:
-    """Output of a model chunk for this rank's slice of a packed row: [R (/tp if sequence-parallel), 1, hidden].
-
-    lengths, parents: of the row's pieces, as `sequence.PrefixTree` has them.
-    routed: the slice as its routers see it.
-    bound: of the messages between its experts.
-    uploads: of the row, if other chunks share them.
-    cache: of rows that are generated.
-    """
+def forward_row(chunk: nn.Module, tokens_R: Tensor, positions_R: Tensor, row: RoutedRow) -> Tensor:
+    """Return the output of a model chunk for this rank's slice of a packed row: [R (/tp if sequence-parallel), 1,
+    hidden]. row: of this forward alone; the factors of its queries are filled in here."""
     scaling = unwrap(chunk).query_scaling
-    factors_R = None if scaling is None else scaling.factors(positions_R)
-    uploads = VarlenCache() if uploads is None else uploads
-    return chunk(
-        input_ids=tokens_R[None],
-        position_ids=positions_R[None],
-        attention_mask=None,
-        packed_seq_params=RoutedRow(
-            cache=cache,
-            lengths=lengths,
-            parents=parents,
-            uploads=uploads,
-            query_factors_R=factors_R,
-            tokens=routed,
-            bound=bound,
-        ),
-    )
+    row.query_factors_R = None if scaling is None else scaling.factors(positions_R)
+    return chunk(input_ids=tokens_R[None], position_ids=positions_R[None], attention_mask=None, packed_seq_params=row)
 
 
 def unwrap(chunk: nn.Module) -> PackedGPT:

@@ -1,4 +1,4 @@
-"""What the distributed optimizer of a rank puts into a checkpoint and takes from one: its own part, where it is.
+"""Save and load a rank's own part of the distributed optimizer, in its place in a checkpoint.
 
 Megatron shards the optimizer by elements: a data-parallel rank has a run of the flattened parameters of its model
 shard. A checkpoint knows blocks of tensors. So each run is described as the few blocks that it is made of, at their

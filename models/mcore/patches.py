@@ -74,7 +74,7 @@ def rotate_by_table() -> None:
 
 
 def embed_into_main_grad() -> None:
-    """Let an embedding that is told to (`build.accumulate_in_embedding`) add its gradient to Megatron's buffer."""
+    """Let an embedding with that flag (`build.accumulate_in_embedding`) add its gradient to Megatron's buffer."""
     with_autograd = layers.VocabParallelEmbedding.forward
 
     def forward(self: Any, tokens_R: Tensor) -> Tensor:
@@ -103,8 +103,8 @@ def multiply_by(matrices: Mapping[Any, PackedMatrix]) -> Iterator[None]:
 
 
 def accumulate_without_apex() -> None:
-    """Let Megatron's layers add weight gradients to its buffer by a product of torch's. It asks a module of NVIDIA's
-    apex to: by this name, in functions named after what the buffer holds."""
+    """Let Megatron's layers add weight gradients to its buffer by a product of torch's. Megatron calls a module of
+    NVIDIA's apex for that, by this name, with one function for each type of the buffer."""
     layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
         wgrad_gemm_accum_fp32=_add_weight_gradient, wgrad_gemm_accum_fp16=_add_weight_gradient
     )
@@ -233,7 +233,7 @@ def save_own_part(part: DistributedOptimizer) -> None:
 
 
 def _groups(part: DistributedOptimizer) -> dict[str, Any]:
-    """What Megatron's `state_dict` returns. All parameters have the same step count, so that of one is asked for: each
+    """Return the value of Megatron's `state_dict`. All parameters have the same step count, so only one is read: each
     is a tensor of the device, which the host waits for."""
     inner = part.optimizer.state_dict()
     step = next(iter(inner["state"].values()))["step"].item()
@@ -293,7 +293,7 @@ def _move_state(hybrid: HybridDeviceOptimizer) -> None:
 def _split(
     hybrid: HybridDeviceOptimizer, share: float
 ) -> tuple[list[ParamGroup], list[ParamGroup], dict[Tensor, Tensor], dict[Tensor, Tensor], dict[Tensor, Tensor]]:
-    """What Megatron's `_get_sub_optimizer_param_groups` returns, where the device is the CPU as well.
+    """Return the value of Megatron's `_get_sub_optimizer_param_groups`, where the device is the CPU as well.
 
     Parameters go to CPU memory in order, until `share` of all their elements are there. Returns the groups of the CPU
     and of the device, the copy of each parameter that went there and the way back, and every parameter's fp32

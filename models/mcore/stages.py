@@ -29,8 +29,8 @@ def _split_evenly(arch: Architecture, stages: int) -> tuple[int, ...]:
 def split_layers(costs: Sequence[int], stages: int, last: int = 0) -> tuple[int, ...]:
     """Split layers into consecutive stages, each of at least one, so that the costliest stage costs the least.
 
-    costs: of each layer.
-    last: what the last stage pays besides.
+    costs: cost of each layer.
+    last: additional cost of the last stage.
 
     Of the best splits the most even one (least sum of squares) is taken, and of those the first in lexicographic order:
     the first stages also hold the embedding and, in 1F1B, the activations of most micro-batches. Exact: dynamic
@@ -43,7 +43,7 @@ def split_layers(costs: Sequence[int], stages: int, last: int = 0) -> tuple[int,
         return before[end] - before[first] + (last if end == total else 0)
 
     def ends(first: int, left: int) -> Sequence[int]:
-        """Where the next stage may end, so that one layer remains for each stage after it."""
+        """Return the ends of the next stage that leave one layer for each stage after it."""
         return range(first + 1, total - left + 2) if left > 1 else (total,)
 
     @cache
@@ -72,7 +72,7 @@ def split_layers(costs: Sequence[int], stages: int, last: int = 0) -> tuple[int,
 
 
 def pipeline_layout(layers: Sequence[int]) -> list[list[str]]:
-    """As Megatron's `pipeline_model_parallel_layout` wants it: what each stage holds, in the order of the model."""
+    """Return the contents of each stage, in the order of the model, for Megatron's `pipeline_model_parallel_layout`."""
     stages = [["decoder"] * count for count in layers]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")

@@ -26,5 +26,5 @@ def installed() -> Version | None:
 
 
 def description(used: bool) -> str:
-    """What run.json and the opening lines call the layers of a run."""
+    """Return the name in run.json and the opening lines of a run's layers."""
     return f"Transformer Engine {installed()}" if used else "Megatron-Core"

@@ -21,7 +21,7 @@ _LATENT = re.compile(r"\.(q|kv)_[ab]_(proj|layernorm)")
 
 @dataclass(frozen=True)
 class Label:
-    """What a receiver must know of a tensor before its bytes arrive."""
+    """The description of a tensor that a receiver needs before the bytes arrive."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,17 +35,17 @@ class Label:
 def stream_weights(
     tensors: Iterator[tuple[str, Tensor, bool]], device: torch.device, bucket_bytes: int, receives: Receives
 ) -> Iterator[list[Named]]:
-    """Every Hugging Face tensor of the model exactly once, whole, in buckets of at most `bucket_bytes`, or one tensor.
+    """Yield every Hugging Face tensor of the model once, whole, in buckets of at most `bucket_bytes`, or one tensor.
     A layer's latent attention is never parted: its bucket may be larger by that much.
 
-    tensors: those of this rank, and whether it is the one to send them (`hf_tensors`).
+    tensors: names and tensors of this rank, each with a flag: this rank sends it (`hf_tensors`).
     Every rank gets as many buckets: the same ones; or those that one rank receives, rank 0 or the one that has the
     tensors, and empty ones elsewhere. Tensors are on `device`, and to be read before the next bucket is asked for: they
     may be the parameters themselves. A rank holds three buckets at most: what it has to send, the one under way, and
     the one that the caller has not let go of.
-    Collective over the world, and what `tensors` is: all ranks must iterate to the end. In each round all ranks tell
-    what they have (one all-gather of labels), and whoever has something sends it (one broadcast, or one message to
-    rank 0, or with receives="owner" nothing).
+    Collective over the world and over the groups of `tensors`: all ranks must iterate to the end. In each round the
+    ranks exchange labels of their tensors (one all-gather), and each rank that has some sends them (one broadcast, or
+    one message to rank 0, or with receives="owner" nothing).
     """
     rank = dist.get_rank()
     for mine in _rounds(tensors, bucket_bytes):
@@ -59,7 +59,7 @@ def stream_weights(
 
 
 def _rounds(tensors: Iterator[tuple[str, Tensor, bool]], bucket_bytes: int) -> Iterator[list[Named] | None]:
-    """What this rank has to send in each round, then None for ever.
+    """Yield the bucket that this rank sends in each round, then None for ever.
 
     Cut by the sizes of all tensors that pass, this rank's or not: the ranks of a stage see tensors of the same sizes in
     the same order, so they all stop at the same one and none waits for another inside of `hf_tensors`.

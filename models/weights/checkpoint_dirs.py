@@ -102,12 +102,12 @@ def _newest(path: Path) -> Path:
 
 
 def _others(path: Path, but: str = "") -> str:
-    """What to do instead."""
+    """Return the advice to give another checkpoint of the run, or to copy this one again."""
     names = [name for name in _iterations(path) if name != but]
     return f"give {path / names[-1]}" if names else "copy it again"
 
 
 def _iterations(path: Path) -> list[str]:
-    """Of the checkpoints in a folder, the newest last."""
+    """Return the names of the checkpoints in a folder, the newest last."""
     found = [each.name for each in path.glob("iter_[0-9]*") if is_checkpoint(each)]
     return sorted(found, key=lambda name: (len(name), name))

@@ -1,4 +1,4 @@
-"""What Megatron-Core calls a weight in a distributed checkpoint, and where in that tensor it stands.
+"""The name of a weight's tensor in a Megatron-Core distributed checkpoint, and its place in that tensor.
 
 Checkpoints use the names of Transformer Engine's layer spec, whose fused layers own the norm before them, with or
 without Transformer Engine. There are three styles, all written by Megatron-Core 0.16:
@@ -14,8 +14,9 @@ from enum import Enum
 from itertools import accumulate, pairwise
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.weights.mappings import GatedMLP, Sections
-from isoloss.models.weights.weight_map import Weight
+from isoloss.models.kinds.layer import Layer
+from isoloss.models.kinds.mappings import GatedMLP, Sections
+from isoloss.models.kinds.weight import Weight
 
 Shape = tuple[int, ...]
 
@@ -49,7 +50,7 @@ def native_style(arch: Architecture) -> Style:
 
 
 def checkpoint_rows(weight: Weight, arch: Architecture, style: Style) -> tuple[CheckpointRows, ...]:
-    """Where a weight stands in a checkpoint of this style: one place, or several for blocks that are kept apart."""
+    """Return the places of a weight in a checkpoint of this style: one, or one for each block kept apart."""
     axes: list[int] = []
     index: list[int] = []
     name = _te_name(weight, arch)
@@ -82,37 +83,12 @@ def checkpoint_rows(weight: Weight, arch: Architecture, style: Style) -> tuple[C
     return (CheckpointRows(name, tuple(axes), tuple(index), (0, rows)),)
 
 
-# Norms by the beginning of their name: as they are in the local layer spec, and as part of the layer behind them.
-FUSED_NORMS = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
-    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
-# In layers of Gated DeltaNet.
-FUSED_DELTA_NORM = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
-
-
-def te_prefixes(arch: Architecture, layer: int) -> dict[str, str]:
-    """The norms that Transformer Engine's spec fuses in this layer, as in `FUSED_NORMS`."""
-    fused: list[str] = []
-    if arch.latent is None and not arch.is_linear(layer):
-        fused.append("input_layernorm.")
-    elif arch.latent is not None:
-        if arch.latent.q_rank is not None:
-            fused.append("self_attention.q_layernorm.")
-        fused.append("self_attention.kv_layernorm.")
-    if not arch.has_experts(layer):
-        fused.append("pre_mlp_layernorm.")
-    return {name: FUSED_NORMS[name] for name in fused} | (FUSED_DELTA_NORM if arch.is_linear(layer) else {})
-
-
-def local_name(name: str, arch: Architecture, layer: int) -> str:
-    """What the weight map calls a parameter of this layer, whichever spec made it; both names as within the layer.
+def local_name(name: str, layer: Layer) -> str:
+    """Return the weight map's name of a parameter of this layer, for either spec; both names are within the layer.
 
     Modules of Transformer Engine own the norm before them, and one holds all experts of a rank: `linear_fc1.weight3`.
     """
-    for local, fused in te_prefixes(arch, layer).items():
+    for local, fused in layer.fused_norms().items():
         if name.startswith(fused):
             return local + name.removeprefix(fused)
     return re.sub(r"^mlp\.experts\.(linear_fc[12]\.[a-z]+)(\d+)$", r"mlp.experts.local_experts.\2.\1", name)
@@ -122,7 +98,7 @@ def _te_name(weight: Weight, arch: Architecture) -> str:
     if weight.layer is None:
         return weight.name
     layer = f"decoder.layers.{weight.layer}."
-    for local, fused in te_prefixes(arch, weight.layer).items():
+    for local, fused in arch.layers[weight.layer].fused_norms().items():
         if weight.name.startswith(layer + local):
             return weight.name.replace(layer + local, layer + fused, 1)
     return weight.name

@@ -13,18 +13,17 @@ import torch
 from torch import Tensor
 
 from isoloss.models.architecture import Architecture
+from isoloss.models.kinds.mappings import Vocabulary
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.weights import manifest, recorded_config
 from isoloss.models.weights.checkpoint_names import (
-    FUSED_DELTA_NORM,
-    FUSED_NORMS,
     CheckpointRows,
     Style,
     checkpoint_rows,
 )
 from isoloss.models.weights.distcp import Folder, StoredTensor
 from isoloss.models.weights.finite import check_finite
-from isoloss.models.weights.mappings import Vocabulary
-from isoloss.models.weights.weight_map import Weight, weight_map
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel.runtime.errors import UserError
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -44,9 +43,9 @@ class StoredRows:
 class CheckpointWeights:
     """A source of weights. Raises UserError where the checkpoint is not one of this architecture, or is damaged.
 
-    style: how its keys are made.
-    keys: those of the model.
-    skipped: those of tensors that the model has no use for.
+    style: naming of the keys.
+    keys: keys of the model's tensors.
+    skipped: keys of tensors that the model does not use.
     padded_vocab: rows of the embedding.
     """
 
@@ -93,7 +92,7 @@ class CheckpointWeights:
         return tuple(dict.fromkeys(self.folder.path / piece.file for piece in pieces))
 
     def _check_manifest(self) -> None:
-        """That every file has its size, and the checkpoint is one of this model, where a manifest tells."""
+        """Check against the manifest, if any, that every file has its size and the checkpoint is one of this model."""
         path = self.folder.path
         if not (path / manifest.NAME).is_file():  # plain Megatron-Core writes none
             return
@@ -117,7 +116,7 @@ class CheckpointWeights:
         return tuple(stored_rows)
 
     def _key(self, key: str, tensors: Mapping[str, StoredTensor]) -> str:
-        names = [self._prefix + name for name in _spellings(key)]
+        names = [self._prefix + name for name in _spellings(key, self.arch)]
         found = [name for name in names if name in tensors]
         if not found:
             raise UserError(
@@ -143,7 +142,7 @@ class CheckpointWeights:
             )
 
     def _beyond(self, key: str) -> bool:
-        """Whether a tensor belongs to layers for multi-token prediction, which take no part in the model."""
+        """Return whether a tensor belongs to layers for multi-token prediction, which take no part in the model."""
         return bool(self.arch.mtp_layers) and key.startswith(f"{self._prefix}mtp.")
 
     def _refuse(self, left_over: Iterable[str]) -> None:
@@ -156,7 +155,7 @@ class CheckpointWeights:
 
 
 def _prefix(tensors: Mapping[str, StoredTensor], folder: Path) -> str:
-    """What stands before every key of the model: nothing, unless it was saved inside of a wrapper."""
+    """Return the prefix of all keys of the model, "" unless it was saved inside of a wrapper."""
     found = [key.removesuffix(EMBEDDING) for key in tensors if key.endswith(EMBEDDING)]
     if not found and any(".adapter." in key for key in tensors):
         raise UserError(
@@ -178,10 +177,17 @@ def _style(tensors: Iterable[str]) -> Style:
     return Style.SINGLETON if any(apart.search(key) for key in tensors) else Style.PER_LAYER
 
 
-def _spellings(key: str) -> tuple[str, ...]:
-    """A norm is called as Transformer Engine's fused layers call it, or as it is in the local layer spec;
-    Megatron-Core's specs mix the two (local experts and latent attention), so either is taken for the other."""
-    for pair in (*FUSED_NORMS.items(), *FUSED_DELTA_NORM.items()):
+# Norms that Megatron-Core's specs of local experts and of latent attention call as if a dense MLP, or grouped-query
+# attention, stood behind them.
+_MIXED = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}  # fmt: skip
+
+
+def _spellings(key: str, arch: Architecture) -> tuple[str, ...]:
+    """Return the names of a tensor: a norm is called as Transformer Engine's fused layers call it, or as it is in the
+    local layer spec."""
+    for pair in (*(pair for kind in arch.kinds for pair in kind.fused_norms().items()), *_MIXED.items()):
         for name, other in (pair, pair[::-1]):
             if f".{name}weight" in f".{key}":
                 return key, key.replace(name, other)

@@ -102,12 +102,12 @@ class Folder:
         self._check_files()
 
     def metadata(self) -> metadata.Metadata:
-        """What torch's planners need of `.metadata`, made anew from what was read of it."""
+        """Return the part of `.metadata` that torch's planners need, made anew from what was read."""
         described: dict[str, Any] = {key: _described(stored) for key, stored in self.tensors.items()}
         return metadata.Metadata(described | {key: metadata.BytesStorageMetadata() for key in self.objects})
 
     def stored_piece(self, stored: StoredTensor, piece: StoredChunk) -> Tensor:
-        """As `piece`, without its checksum, where that of the whole file was compared."""
+        """Return the same as `piece`, without comparing the checksum, once that of the whole file was compared."""
         offset, _ = self.payload(stored, piece)
         return view(self._map(piece.file), offset, stored.dtype, piece.sizes)
 
@@ -126,8 +126,8 @@ class Folder:
     def boxes(
         self, stored: StoredTensor, index: Shape, first_row: int, shape: Shape
     ) -> list[tuple[StoredChunk, Box, Box]]:
-        """What stored[index] from row `first_row` on, of this shape, is made of: pieces, what each fills of it, and
-        with what of its own. Both boxes have the axes of `index`. Reads no numbers.
+        """Return the pieces of stored[index] from row `first_row` on, of this shape, each with the box that the piece
+        fills and the box of the piece that fills it. Both boxes have the axes of `index`. Reads no numbers.
 
         Raises UserError where the pieces do not cover it once.
         """
@@ -163,7 +163,7 @@ class Folder:
         return self._pieces[piece]
 
     def payload(self, stored: StoredTensor, piece: StoredChunk) -> tuple[int, int]:
-        """Where in its file the numbers of a piece start, and their checksum, 0 if there is none."""
+        """Return the offset of a piece's numbers in its file, and their checksum, 0 if there is none."""
         archive = memoryview(self._map(piece.file))[piece.start : piece.start + piece.length]
         try:
             payload = tensor_archive.locate(archive)
@@ -212,8 +212,8 @@ class Folder:
 
 @contextlib.contextmanager
 def _reading(folder: Path) -> Iterator[metadata.Metadata]:
-    """What stands in `.metadata`, without running any of it; an error within is one of the file. It holds no more than
-    is needed to find tensors."""
+    """Yield the content of `.metadata`, without running any of it, restricted to what is needed to find tensors. An
+    error within the context is one of the file."""
     path = folder / METADATA
     if not path.is_file():
         raise UserError(f"{folder} is not a torch_dist checkpoint: it has no {METADATA}; give the folder that does")

@@ -7,9 +7,9 @@ from isoloss.parallel.runtime.errors import UserError
 
 
 def stops_of(path: Path, largest: int | None = None) -> tuple[int, ...]:
-    """The tokens of `eos_token_id` of generation_config.json or config.json, of which there may be none.
+    """Return the tokens of `eos_token_id` of generation_config.json or config.json, perhaps none.
 
-    largest: of the model's token ids; None: unknown.
+    largest: largest of the model's token ids; None: unknown.
     Raises UserError where the file is not JSON, or names something that is no token.
     """
     said = read_json(path, "copy it again from the model's source, or delete it")

@@ -16,10 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isoloss.models.architecture import Architecture
+from isoloss.models.kinds.weight import Part, Weight
 from isoloss.models.weights.finite import check_finite
 from isoloss.models.weights.manifest import IS_A_POINTER, is_pointer, read_json
 from isoloss.models.weights.mmap import DTYPES, safetensors_views
-from isoloss.models.weights.weight_map import Part, Weight, embedding_name, hf_shapes, output_name, weight_map
+from isoloss.models.weights.weight_map import embedding_name, hf_shapes, output_name, weight_map
 from isoloss.parallel.runtime.errors import UserError
 
 INDEX = "model.safetensors.index.json"
@@ -34,10 +35,10 @@ SHARDS = "shards.json"
 
 
 class WeightSource(Protocol):
-    """Where weights come from: a Hugging Face folder, a checkpoint, or made up."""
+    """A source of weights: a Hugging Face folder, a checkpoint, or made-up weights."""
 
     def whole(self, weight: Weight) -> Tensor:
-        """A weight before tensor parallelism, on the CPU."""
+        """Return a weight before tensor parallelism, on the CPU."""
         ...
 
 
@@ -63,7 +64,7 @@ class HFReader:
         return tuple(self._handle(name).get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """As safetensors call it, such as "BF16"."""
+        """Return the type in safetensors' spelling, such as "BF16"."""
         return self._handle(name).get_slice(name).get_dtype()
 
     def get(self, part: Part) -> Tensor:
@@ -72,7 +73,7 @@ class HFReader:
         return self._handle(part.tensor).get_slice(part.tensor)[part.row]
 
     def view(self, part: Part) -> Tensor:
-        """What `get` gives, in the mapped file: nothing of it is read. Of the types in `mapped.DTYPES`."""
+        """Return the tensor of `get` as a view of the mapped file, without reading it. For types in `mapped.DTYPES`."""
         if part.tensor not in self._views:
             self._views |= safetensors_views(self.folder / self.file_of[part.tensor])
         whole = self._views[part.tensor]
@@ -130,14 +131,14 @@ class HFReader:
 
 
 def is_file_name(name: object) -> bool:
-    """Whether it names a file in a folder, and nothing outside of it. (The file may be a link: in the cache of the
-    Hugging Face hub all are.)"""
+    """Return whether `name` names a file in a folder, and nothing outside of the folder. (The file may be a link: in
+    the cache of the Hugging Face hub all are.)"""
     return isinstance(name, str) and name not in ("", "..") and Path(name).name == name
 
 
 def tensor_names(folder: Path) -> Set[str]:
-    """Of the tensors in a Hugging Face folder, or in the one that a converted checkpoint came from; empty where there
-    are no weights. Raises UserError where a file is damaged."""
+    """Return the names of the tensors in a Hugging Face folder, or in the one that a converted checkpoint came from;
+    none where there are no weights. Raises UserError where a file is damaged."""
     if (folder / SHARDS).is_file():
         files = read_json(folder / SHARDS, "copy or convert the checkpoint again")["files"]
         return {name for file in files.values() for name in file["tensors"]}
@@ -145,13 +146,13 @@ def tensor_names(folder: Path) -> Set[str]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a Hugging Face folder has safetensors, and not config.json and a tokenizer alone."""
+    """Return whether a Hugging Face folder has safetensors, and not config.json and a tokenizer alone."""
     return any((folder / name).is_file() for name in (INDEX, SINGLE))
 
 
 def check(source: HFReader, arch: Architecture) -> None:
-    """That `source` holds every tensor of the model at its shape, as numbers of a type that is trained, and nothing
-    whose absence would change the model.
+    """Check that `source` holds every tensor of the model at its shape, as numbers of a type that is trained, and
+    nothing whose absence would change the model.
 
     Reads headers only, except for a second copy of tied embeddings, which is compared.
     Raises UserError naming the first tensor that is missing, of another type or shape, or left over.
@@ -184,7 +185,7 @@ def check(source: HFReader, arch: Architecture) -> None:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor was written: a file of the folder that `finish` will rename, and its size."""
+    """The place of a written tensor: a file of the folder that `finish` will rename, and the tensor's size."""
 
     file: str
     nbytes: int
@@ -195,7 +196,7 @@ def write_shards(
 ) -> dict[str, Entry]:
     """Write Hugging Face-named tensors under temporary names; returns where each one went, for `finish`.
 
-    tag: tells the writers of one folder apart (one a pipeline stage, say); they may run at the same time.
+    tag: distinguishes the writers of one folder (one a pipeline stage, say); they may run at the same time.
     A shard holds at most max_shard_bytes, or one tensor. Tensors are kept as they are until their shard is full, so the
     caller must not overwrite one that it has yielded. A tensor yielded twice is a bug of the caller (ValueError).
     Raises UserError where the folder already holds a model.
@@ -270,7 +271,7 @@ def _fill_shards(tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) ->
 
 
 def harmless(name: str, source: HFReader, arch: Architecture) -> bool:
-    """Whether a tensor that is no weight of the model may be left out: a buffer that old exports kept, a layer for
+    """Return whether a tensor that is no weight of the model may be left out: a buffer of old exports, a layer for
     multi-token prediction, or the copy of a tied output projection. Raises UserError where that is not a copy."""
     if name == output_name(arch) and arch.tie_embeddings:
         # transformers leaves the two untied where a file holds different ones, whatever config.json says.

@@ -43,13 +43,13 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """
+    """The description of a checkpoint's files.
     kind: "converted" from a Hugging Face folder, or "trained".
-    family: of the architecture, such as "llama".
+    family: family of the architecture, such as "llama".
     vocab_size: the true one, without padding rows.
-    key_style: how the weights are named (checkpoint_names).
-    dtypes: of the weights, sorted, such as ("bfloat16",).
-    num_tensors: tensors that the checkpoint's own metadata names.
+    key_style: naming of the weights (checkpoint_names).
+    dtypes: types of the weights, sorted, such as ("bfloat16",).
+    num_tensors: number of tensors that the checkpoint's own metadata names.
     files: every other file of the folder by its relative name, with "/" on every system.
     """
 
@@ -101,7 +101,7 @@ def read(folder: str | Path) -> Manifest:
 
 
 def check_sizes(folder: str | Path, manifest: Manifest) -> None:
-    """That every file is there at its size; reads none of them. Raises DamagedError naming the first that is not."""
+    """Check that every file exists at its size; read none of them. Raises DamagedError naming the first that fails."""
     folder = Path(folder)
     for name, record in manifest.files.items():
         path = folder / name
@@ -115,7 +115,7 @@ def check_sizes(folder: str | Path, manifest: Manifest) -> None:
 
 
 def check_checksums(folder: str | Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:
-    """That these files (default: all) hold the bytes that were written; reads them whole.
+    """Check that these files (default: all) hold the bytes that were written; read them whole.
 
     Raises DamagedError naming the first that does not.
     """
@@ -146,7 +146,7 @@ def _is_within(name: str) -> bool:
 
 
 def _crc32_of_fields(fields: Mapping[str, Any]) -> str:
-    """Of a manifest without its own checksum, whatever the order and the spaces in its file."""
+    """Return the checksum of a manifest's other fields, whatever the order and the spaces in its file."""
     return f"{zlib.crc32(json.dumps(fields, sort_keys=True).encode()):08x}"
 
 
@@ -179,7 +179,7 @@ def read_json(path: Path, mend: str, problem: type[UserError] = UserError) -> di
 
 
 def is_pointer(path: Path) -> bool:
-    """Whether a file is a pointer of Git LFS."""
+    """Return whether a file is a pointer of Git LFS."""
     with path.open("rb") as file:
         return file.read(len(_GIT_LFS)) == _GIT_LFS
 

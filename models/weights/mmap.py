@@ -19,7 +19,7 @@ DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat1
 _PAGE = 4096
 # Linux reads little more at one request. What follows is begun as well: the disk works while this thread hashes.
 _REQUEST_BYTES, _AHEAD_BYTES = 128 << 10, 16 << 20
-# Of Linux: begin to read; read to the end, and tell what fails (since 5.14; older ones refuse it).
+# Linux: begin to read; read to the end, and report what fails (since 5.14; older ones refuse it).
 _WILLNEED, _POPULATE_READ = 3, 22
 _EHWPOISON = 133
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
@@ -28,7 +28,7 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """Of any size: no memory is set aside for it."""
+    """Map a file of any size; no memory is reserved for the mapping."""
     with path.open("rb") as file:
         # A private mapping: torch takes no read-only memory, and nothing is ever written to it.
         return mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)

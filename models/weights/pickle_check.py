@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides tensors, read without running anything that it brings.
+"""The objects of a checkpoint other than tensors, read without running any code that it brings.
 
 Megatron-Core and torch would unpickle `.metadata` without any limit, `common.pt` with torch's list of what is harmless,
 which an environment variable takes away, and whatever `.metadata` calls an object. They are given what was read here in
@@ -17,7 +17,7 @@ from isoloss.models.weights import distcp
 from isoloss.models.weights.distcp import Folder
 from isoloss.parallel.runtime.errors import UserError
 
-COMMON = "common.pt"  # what Megatron writes besides tensors
+COMMON = "common.pt"  # Megatron's objects other than tensors
 EXTRA_STATE = "._extra_state"  # of modules; the one kind of object that isoloss writes, and it reads none
 
 
@@ -34,8 +34,8 @@ def read_tensors(folder: Path) -> Folder:
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """What `common.pt` holds, by torch's reader of plain values and tensors. UserError, naming the file and what it
-    asks for, where it holds anything else. Enters no collective."""
+    """Return the content of `common.pt`, by torch's reader of plain values and tensors. Raises UserError, naming the
+    file and the global it asks for, where it holds anything else. Enters no collective."""
     path = folder / COMMON
     try:
         data = path.read_bytes()
@@ -45,8 +45,8 @@ def read_common(folder: Path) -> dict[str, Any]:
         asked = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
         found = None if asked else torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever the parsers of zip and pickle raise
-        told = repr(error).splitlines()[0][:200]
-        raise UserError(f"{path} is not what torch.save writes ({told}); copy the checkpoint again") from None
+        message = repr(error).splitlines()[0][:200]
+        raise UserError(f"{path} is not what torch.save writes ({message}); copy the checkpoint again") from None
     if asked:
         raise UserError(f"{path} asks for {min(asked)}, which is no plain value; {distcp.DISTRUST}")
     if not isinstance(found, dict):

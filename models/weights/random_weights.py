@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.weights.mappings import RowParallel
-from isoloss.models.weights.weight_map import Part, Weight
+from isoloss.models.kinds.mappings import RowParallel
+from isoloss.models.kinds.weight import Part, Weight
 
 
 class RandomWeights:

@@ -30,10 +30,10 @@ class Inert:
 
 
 class Name:
-    """What a global of a pickle stands for; a pickle cannot set an attribute of it.
+    """The meaning of a global of a pickle; a pickle cannot set an attribute of it.
 
-    called: by REDUCE, with the arguments.
-    made: by NEWOBJ, with the arguments, an instance; `built` takes it and its state, once.
+    called: function that REDUCE calls with the arguments.
+    made: function of the arguments that makes NEWOBJ's instance; `built` takes the instance and its state, once.
     """
 
     __slots__ = ("built", "called", "made", "text")
@@ -83,11 +83,11 @@ def read(
     persistent: Callable[[Any], Any] | None = None,
     keys: tuple[type, ...] = (),
 ) -> Any:
-    """The value of a pickle.
+    """Return the value of a pickle.
 
-    find: what a module and a name stand for: a Name, or a value that cannot be changed.
-    persistent: what a persistent id stands for; None: there are none.
-    keys: the types besides plain values that dicts may have as keys.
+    find: function from a module and a name to a Name, or to a value that cannot be changed.
+    persistent: function from a persistent id to its value; None: persistent ids are refused.
+    keys: types of keys allowed in dicts in addition to plain values.
     Raises RefusedError, what the functions raise, or an error of some kind where the data is damaged.
     """
     machine = _Machine(data, find, persistent, keys)
@@ -246,7 +246,7 @@ class _Machine:
 
 
 def _text(value: Any) -> str:
-    """What a message calls it: never all of a value, whose text can be as long as a pickle likes."""
+    """Return a message's name for a value, never the whole value, whose text can be as long as a pickle likes."""
     return value.text if type(value) is Name else type(value).__name__
 
 

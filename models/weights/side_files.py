@@ -1,4 +1,4 @@
-"""What a model's folder holds besides its weights: config.json, tokenizer, chat templates, generation defaults.
+"""The files of a model's folder other than weights: config.json, tokenizer, chat templates, generation defaults.
 
 A run holds these files from its start: the folder may be on a scratch disk that is emptied, and a checkpoint without
 them is no model.
@@ -26,12 +26,12 @@ MAX_BYTES = 256 << 20  # of one of them; the largest tokenizer that is published
 
 @dataclass(frozen=True)
 class SideFiles:
-    """These files of a folder, in memory.
+    """The side files of a folder, in memory.
 
-    folder: where they came from.
+    folder: folder that they came from.
     files: their bytes by relative name, config.json not among them.
     config: the text of config.json.
-    stops: tokens that end what the model says, as the folder declares them.
+    stops: tokens that end a completion, as the folder declares them.
     """
 
     folder: Path
@@ -41,16 +41,16 @@ class SideFiles:
 
     @classmethod
     def of(cls, folder: str | Path) -> "SideFiles":
-        """Raises UserError where the folder has no config.json, or a file of it is not one to copy: see `sidecars`."""
+        """Read a folder. Raises UserError where it has no config.json, or a file not to be copied (see `sidecars`)."""
         folder = Path(folder)
         text = read_config(folder)
         files = {name: (folder / name).read_bytes() for name in sidecars(folder)}
         return cls(folder, files, text, declared_stops(folder))
 
     def write(self, target: str | Path, arch: Architecture, stop_token_ids: Sequence[int] = ()) -> None:
-        """config.json (as `as_written`) and all others, so that `target` is a model of its own.
+        """Write config.json (see `as_written`) and all other files, so that `target` is a model of its own.
 
-        stop_token_ids: tokens that end what the model says, which generation_config.json names besides its own.
+        stop_token_ids: tokens that end a completion, added to those that the folder declares.
         """
         target = Path(target)
         target.mkdir(parents=True, exist_ok=True)
@@ -73,9 +73,9 @@ def declared_stops(folder: str | Path, largest: int | None = None) -> tuple[int,
 
 
 def sidecars(source: str | Path) -> tuple[str, ...]:
-    """Relative names of the files that belong to a model besides its weights and its config.json.
+    """Return the relative names of a model's files other than weights and config.json.
 
-    They are copied into what others are given: a link in a folder of somebody else's must not bring a private file
+    The files are copied into folders that are passed on: a link in a downloaded folder must not bring a private file
     along. Raises UserError for a link that leads out of the folder, and for what is no file or too large to be one.
     """
     source = Path(source)
@@ -121,11 +121,11 @@ def read_config(source: str | Path) -> str:
 
 
 def as_written(published: str, arch: Architecture, *, whole: bool = False) -> str:
-    """The text of config.json as published except for its dtype, which becomes `arch.dtype`: that of the weights
-    written, and for layers for multi-token prediction, of which there are none. Of a multimodal model of which `arch`
-    is the text model alone (`text_only`), that text model's.
+    """Return the text of config.json as published, but with `arch.dtype`, the type of the weights written, and with no
+    layers for multi-token prediction. Where `arch` is the text model alone of a multimodal one (`text_only`), it is
+    the text model's configuration.
 
-    whole: the weights are written with all that stands beside the model: layers for multi-token prediction as well.
+    whole: all tensors of the folder are written, so layers for multi-token prediction stay.
     """
     config = json.loads(published)
     changed = dict(config)
@@ -139,8 +139,8 @@ def as_written(published: str, arch: Architecture, *, whole: bool = False) -> st
 
 
 def _of_written(config: Mapping[str, Any], arch: Architecture, whole: bool, *, new: bool) -> dict[str, Any]:
-    """A model's configuration, with the dtype of what is written, and without what is not. new: also where it tells
-    none."""
+    """Return a model's configuration with the dtype written, and without layers that are not. new: set the dtype even
+    where the configuration has none."""
     keys = _dtype_keys(config) or (["dtype"] if new else [])
     left_out = {} if whole else {name: 0 for name in MTP_LAYERS if config.get(name)}
     return {**config, **dict.fromkeys(keys, arch.dtype), **left_out}

@@ -1,4 +1,4 @@
-"""Where `torch.save` puts the numbers of a tensor: found without unpickling what the archive holds."""
+"""Find the numbers of a tensor in a file of `torch.save`, without unpickling the archive's content."""
 
 import io
 import math
@@ -59,7 +59,7 @@ def _record(archive: memoryview, record: zipfile.ZipInfo) -> memoryview:
 
 
 def _start(archive: memoryview, record: zipfile.ZipInfo) -> int:
-    """Where a record's bytes are: after a header of 30, a name and an extra field, whose lengths are at 26 and 28."""
+    """Return a record's offset: after a header of 30, a name and an extra field, whose lengths are at 26 and 28."""
     lengths = archive[record.header_offset + 26 : record.header_offset + 30]
     name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
     start = record.header_offset + 30 + name + extra

@@ -1,1 +1,1 @@
-"""Operations of one device: they know no process groups."""
+"""Operations of one device, without process groups."""

@@ -1,5 +1,5 @@
-"""An embedding whose backward adds to the rows of a buffer, where autograd would make, fill with zeros and add up a
-gradient of the whole matrix.
+"""An embedding whose backward adds to rows of a buffer. Autograd would allocate a gradient of the whole matrix, fill it
+with zeros and add it to the buffer.
 
 Shape suffixes: R tokens, D width, V vocabulary.
 """
@@ -12,10 +12,11 @@ from isoloss.parallel.ops.matmul import added_to_main_grad
 
 
 def embed(tokens_R: Tensor, weight_VD: Tensor, main_grad_VD: Tensor, *, shared: bool) -> Tensor:
-    """weight[tokens], [..., D]. The backward adds the gradient of the weight to main_grad, which it tells Megatron's
-    hook.
+    """Return weight[tokens], [..., D]. The backward adds the gradient of the weight to main_grad_VD.
 
-    shared: the weight is the output matrix as well, whose backward gives autograd what the hook waits for.
+    The weight is marked, so that Megatron's hook does not add the gradient again.
+
+    shared: True if the weight is also the output matrix, whose backward then wakes the hook.
     """
     return _Embedding.apply(tokens_R, weight_VD, main_grad_VD, shared)
 
@@ -31,5 +32,5 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx, grad_RD):
         (tokens_R,) = ctx.saved_tensors
         ctx.main_grad_VD.index_add_(0, tokens_R.flatten(), grad_RD.flatten(0, -2).to(ctx.main_grad_VD.dtype))
-        given = added_to_main_grad(ctx.weight_VD)
-        return None, None if ctx.shared else given, None, None
+        placeholder = added_to_main_grad(ctx.weight_VD)
+        return None, None if ctx.shared else placeholder, None, None

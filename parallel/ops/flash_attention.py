@@ -1,12 +1,14 @@
-"""FlashAttention on a GPU (arXiv:2205.14135), for all documents of a packed row in one call: PyTorch's own kernels,
-version 2, or those of the package flash_attn_interface, version 3, which PyTorch calls in their place.
+"""FlashAttention on a GPU (arXiv:2205.14135), for all documents of a packed row in one call.
 
-Shape suffixes: Q query tokens, Y key tokens, H query heads, K key/value heads (the kernels take fewer of them), D width
-of a query or a key, U of a value.
+Version 2 are PyTorch's own kernels. Version 3 are the kernels of the package flash_attn_interface, which PyTorch calls
+instead of its own.
+
+Shape suffixes: Q query tokens, Y key tokens, H query heads, K key/value heads (the kernels group H / K query heads), D
+width of a query or a key, U width of a value.
 """
 
 from importlib.util import find_spec
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +22,23 @@ WIDEST_HEAD = 256
 Version = Literal["fa2", "fa3"]
 
 
+class Attended(NamedTuple):
+    """The tensors of a forward that its backward reads.
+
+    query, key, value: [Q, H, D], [Y, K, D] and [Y, K, U].
+    out, lse: output [Q, H, U], and log-sum-exp of the scores [Q, H], over all keys that the queries see, not only those
+        of one call or block.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 def takes(query_QHD: Tensor) -> bool:
-    """Whether there is a kernel: 16-bit numbers on a GPU. Heads up to WIDEST_HEAD, of any width."""
+    """Return True if there is a kernel: for 16-bit numbers on a GPU and heads of any width up to WIDEST_HEAD."""
     return (
         query_QHD.is_cuda and query_QHD.dtype in (torch.bfloat16, torch.float16) and query_QHD.shape[2] <= WIDEST_HEAD
     )
@@ -30,7 +47,7 @@ def takes(query_QHD: Tensor) -> bool:
 def forward(
     query_QHD: Tensor, key_YKD: Tensor, value_YKU: Tensor, call: VarlenCall, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The output [Q, H, U], and the log-sum-exp of the scores [Q, H], fp32."""
+    """Return the output [Q, H, U] in the type of the queries, and the log-sum-exp of the scores [Q, H] in fp32."""
     width = _width(query_QHD, value_YKU)
     query, key, value = (_padded(t, width) for t in (query_QHD, key_YKD, value_YKU))
     out, lse_HQ, *_ = torch.ops.aten._flash_attention_forward(
@@ -40,34 +57,22 @@ def forward(
     return out[..., : value_YKU.shape[2]], lse_HQ.T
 
 
-def backward(
-    grad_QHU: Tensor,
-    query_QHD: Tensor,
-    key_YKD: Tensor,
-    value_YKU: Tensor,
-    out_QHU: Tensor,
-    lse_QH: Tensor,
-    call: VarlenCall,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values. out_QHU, lse_QH: of all keys that the queries see, also in other calls."""
-    width = _width(query_QHD, value_YKU)
-    tensors = (_padded(t, width) for t in (grad_QHU, query_QHD, key_YKD, value_YKU, out_QHU))
-    no_dropout = torch.empty(2, dtype=torch.uint64, device=query_QHD.device)
+def backward(grad_QHU: Tensor, attended: Attended, call: VarlenCall, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, in the type of the queries."""
+    query_width, value_width = attended.query.shape[2], attended.value.shape[2]
+    width = _width(attended.query, attended.value)
+    tensors = (_padded(t, width) for t in (grad_QHU, *attended[:4]))
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=grad_QHU.device)
     grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
-        *tensors, lse_QH.T.contiguous(), call.queries.starts, call.keys.starts, call.queries.longest,
+        *tensors, attended.lse.T.contiguous(), call.queries.starts, call.keys.starts, call.queries.longest,
         call.keys.longest, 0.0, call.causal, no_dropout, no_dropout, scale=scale, window_size_left=call.left,
         window_size_right=call.right,
     )  # fmt: skip
-    return (
-        grad_query[..., : query_QHD.shape[2]],
-        grad_key[..., : query_QHD.shape[2]],
-        grad_value[..., : value_YKU.shape[2]],
-    )
+    return grad_query[..., :query_width], grad_key[..., :query_width], grad_value[..., :value_width]
 
 
 def _width(query_QHD: Tensor, value_YKU: Tensor) -> int:
-    """The kernels want queries, keys and values of one width, a multiple of 8."""
+    """Return the one width of queries, keys and values that the kernels require, a multiple of 8."""
     return -(-max(query_QHD.shape[2], value_YKU.shape[2]) // 8) * 8
 
 
@@ -79,26 +84,26 @@ def _padded(heads: Tensor, width: int) -> Tensor:
 
 
 def has_fa3() -> bool:
-    """Whether the package of FlashAttention 3 is installed, and PyTorch knows to call it."""
-    listed = getattr(attention, "list_flash_attention_impls", list)  # older than 2.11
+    """Return True if the package of FlashAttention 3 is installed and PyTorch can call it."""
+    listed = getattr(attention, "list_flash_attention_impls", list)  # PyTorch before 2.11 has no such list
     return find_spec("flash_attn_interface") is not None and "FA3" in listed()
 
 
 def version(wanted: str) -> Version:
-    """Of the kernels for kernels.attention=`wanted`: `auto` takes FlashAttention 3 on Hopper GPUs, which it is for."""
+    """Return the version for kernels.attention=`wanted`: `auto` takes 3 on Hopper GPUs, for which it was written."""
     if wanted != "auto":
         return "fa3" if wanted == "fa3" else "fa2"
     return "fa3" if is_hopper() and has_fa3() else "fa2"
 
 
 def activate(wanted: str) -> None:
-    """Let PyTorch call the kernels of that version from now on."""
+    """Make PyTorch call the kernels of the version for kernels.attention=`wanted` from now on."""
     if version(wanted) == "fa3":
         attention.activate_flash_attention_impl("FA3")
 
 
 def description(wanted: str, precision: str) -> str:
-    """What run.json calls it."""
+    """Return the name of the attention kernel in run.json. precision: train.precision."""
     if not torch.cuda.is_available():
         return "PyTorch's kernel of the CPU"
     if wanted == "blocks" or precision != "bf16":

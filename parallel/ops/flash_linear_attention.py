@@ -1,8 +1,8 @@
-"""Gated DeltaNet's convolution and rule on a GPU, each for all documents of a packed row in one call: kernels of the
-package flash-linear-attention (fla), version 0.6. Their twins say what they compute, in
-`isoloss.parallel.ops.gated_delta` and `isoloss.parallel.ops.short_convolution`.
+"""Gated DeltaNet's convolution and rule on a GPU, each for all documents of a packed row in one call, by kernels of the
+package flash-linear-attention (fla), version 0.6.
 
-Shape suffixes are theirs.
+Arguments, results and shape suffixes are those of the twins in `isoloss.parallel.ops.gated_delta` and
+`isoloss.parallel.ops.short_convolution`.
 """
 
 from functools import cache, lru_cache
@@ -15,6 +15,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from isoloss.parallel.ops.gated_delta_chunks import DeltaInputs
 from isoloss.parallel.ops.varlen import VarlenCache
 from isoloss.parallel.runtime.device import is_hopper
 
@@ -23,11 +24,11 @@ CONVOLUTION, RULE = "fla.modules.causal_conv1d", "fla.ops.gated_delta_rule"
 
 @cache
 def why_not() -> str | None:
-    """What keeps the kernels from this process's GPU; None where they run.
+    """Return the reason why the kernels cannot run on this process's GPU; None if they can.
 
-    Triton from 3.4 on, before 3.7.1, computes a gradient of the rule wrongly on Hopper GPUs
-    (fla-org/flash-linear-attention, issue 640). fla then ends the first backward by an exception, unless tilelang is
-    there, whose kernel it takes.
+    Triton from 3.4 up to 3.7.1 exclusive computes a wrong gradient of the rule on Hopper GPUs
+    (fla-org/flash-linear-attention, issue 640). With such a Triton, fla takes the kernel of tilelang if tilelang is
+    installed, and else raises in the first backward.
     """
     if find_spec("fla") is None:
         return "flash-linear-attention is not installed"
@@ -39,7 +40,7 @@ def why_not() -> str | None:
 
 
 def missed(wanted: bool, precision: str) -> str | None:
-    """What is slow on a GPU, and why, where a run would have the kernels; else None.
+    """Return a warning if a run on a GPU wants the kernels and cannot have them; else None.
 
     wanted, precision: kernels.delta_rule and train.precision.
     """
@@ -48,7 +49,7 @@ def missed(wanted: bool, precision: str) -> str | None:
 
 
 def takes(x: Tensor) -> bool:
-    """Whether there is a kernel: 16-bit numbers on a GPU, with the package."""
+    """Return True if there is a kernel: for 16-bit numbers on a GPU, if the package is installed and runs there."""
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and why_not() is None
 
 
@@ -60,45 +61,36 @@ def short_convolution(x_TX: Tensor, weight_XK: Tensor, lengths: tuple[int, ...],
 
 
 def delta_rule(
-    query_TKD: Tensor,
-    key_TKD: Tensor,
-    value_THU: Tensor,
-    log_decay_TH: Tensor,
-    rate_TH: Tensor,
-    lengths: tuple[int, ...],
-    uploads: VarlenCache,
-    begun_SHDU: Tensor | None = None,
+    inputs: DeltaInputs, lengths: tuple[int, ...], uploads: VarlenCache, initial_SHDU: Tensor | None = None
 ) -> Tensor:
-    """The kernels read log_decay and rate in fp32."""
-    given = query_TKD, key_TKD, value_THU, log_decay_TH, rate_TH
-    return _rule(*given, lengths, uploads, begun_SHDU, leaves=False)[0]
+    return _rule(inputs, lengths, uploads, initial_SHDU, with_states=False)[0]
 
 
 def delta_rule_and_states(
-    query_TKD: Tensor,
-    key_TKD: Tensor,
-    value_THU: Tensor,
-    log_decay_TH: Tensor,
-    rate_TH: Tensor,
-    lengths: tuple[int, ...],
-    uploads: VarlenCache,
-    begun_SHDU: Tensor | None = None,
+    inputs: DeltaInputs, lengths: tuple[int, ...], uploads: VarlenCache, initial_SHDU: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    return _rule(query_TKD, key_TKD, value_THU, log_decay_TH, rate_TH, lengths, uploads, begun_SHDU, leaves=True)
+    return _rule(inputs, lengths, uploads, initial_SHDU, with_states=True)
 
 
-def _rule(query, key, value, log_decay, rate, lengths, uploads, begun, leaves: bool) -> tuple[Tensor, Tensor]:
-    out, left = import_module(RULE).chunk_gated_delta_rule(
-        query[None], key[None], value[None], g=log_decay[None].float(), beta=rate[None].float(),
-        initial_state=begun, output_final_state=leaves, use_qk_l2norm_in_kernel=True,
+def _rule(
+    inputs: DeltaInputs, lengths, uploads: VarlenCache, initial: Tensor | None, *, with_states: bool
+) -> tuple[Tensor, Tensor]:
+    query, key, value, log_decay, rate = (x[None] for x in inputs)
+    # The kernels read log decays and rates in fp32.
+    out, states = import_module(RULE).chunk_gated_delta_rule(
+        query, key, value, g=log_decay.float(), beta=rate.float(),
+        initial_state=initial, output_final_state=with_states, use_qk_l2norm_in_kernel=True,
         **_documents(lengths, uploads, query.device),
     )  # fmt: skip
-    return out[0], left
+    return out[0], states
 
 
 def _documents(lengths: tuple[int, ...], uploads: VarlenCache, device: torch.device) -> dict[str, Any]:
-    """Where documents begin, and the end of the last: on the device, and on the host, so that it need not wait to count
-    their chunks. fla knows both again by their identity."""
+    """Return the starts of the documents and the end of the last, on the device and on the host.
+
+    With starts on the host, the host need not wait for the device to count chunks. fla caches by the identity of both
+    tensors, so both are the same objects in every layer.
+    """
     on_host = _starts(lengths)
     return {"cu_seqlens": uploads.once(("starts", lengths), lambda: on_host, device), "cu_seqlens_cpu": on_host}
 

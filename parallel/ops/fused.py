@@ -1,8 +1,8 @@
-"""Functions that are one kernel on a GPU, and op by op anywhere else.
+"""Functions that run as one kernel on a GPU, and op by op on any other device.
 
-torch.compile makes one kernel of pointwise ops, and of reductions over the last dimension: it reads every input and
-writes every output once, and rounds only what it writes. The function itself is its twin. On a CPU nothing else runs,
-so numbers there do not depend on a compiler.
+torch.compile makes one kernel of pointwise ops and of reductions over the last dimension. The kernel reads every input
+and writes every output once, and rounds only the outputs. The function itself is the kernel's twin. A CPU runs only the
+function, so numbers on a CPU do not depend on a compiler.
 """
 
 import functools
@@ -16,10 +16,10 @@ Function = Callable[..., Any]
 
 
 class Fused:
-    """`function`, compiled where its first argument is on a GPU.
+    """A function that is compiled for calls whose first argument is on a GPU.
 
-    function: of tensors first, all on one device, and of numbers; from and to tensors only, and without autograd: it
-    is called inside of an autograd.Function, or without gradients.
+    function: function from tensors, all on one device, and then numbers, to tensors. It must be called inside of an
+        autograd.Function or without gradients.
     """
 
     def __init__(self, function: Function):
@@ -35,14 +35,14 @@ class Fused:
 
 
 def compiled(function: Function) -> Function:
-    """One kernel for all sizes. A dry run, which has nothing to compile for, counts one in its place.
+    """Compile a function to one kernel for all sizes. A dry run replaces this function to count a kernel instead.
 
-    What `cat` joins is made in its place, over the joined size: the compiler does so for a GPU of itself. A reduction
-    over a part has no loop in common with it.
+    Inputs of `cat` are computed directly into the result, over its whole size, which is the compiler's default for a
+    GPU. So a reduction over one input cannot be fused with `cat`.
     """
     return torch.compile(function, fullgraph=True, dynamic=True, options={"force_pointwise_cat": True})
 
 
 def precise(x: Tensor) -> Tensor:
-    """In at least fp32: what a kernel computes in."""
+    """Convert to at least fp32, the precision in which kernels compute."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

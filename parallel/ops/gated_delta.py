@@ -1,301 +1,245 @@
-"""The gated delta rule (arXiv:2412.06464) of a whole packed row, which starts anew at every document, or from a state
-that is given for each.
+"""The gated delta rule (arXiv:2412.06464) over a whole packed row, restarted at every document, or continued from a
+given state.
 
-It is computed in chunks of tokens, some chunks after the other (`Block`): what needs no state for all chunks of a block
-at once, and between them a scan over the chunks of each document, the documents side by side.
+Documents are computed in chunks of tokens, and chunks in blocks, one block after the other. Within a block, all that
+needs no state is computed for all chunks at once. Then a scan visits the chunks of each document in order, and all
+documents in parallel.
 
 Shape suffixes: T tokens of a row, S documents, N chunks, C tokens of a chunk, H value heads, K key heads (value head h
-reads key head h // (H / K)), D width of a key, U of a value.
+reads key head h // (H / K)), D width of a key, U width of a value.
 """
 
-import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from isoloss.parallel.ops.fused import precise
-from isoloss.parallel.ops.gated_delta_chunks import CHUNK, Block, Chunks, blocks_of, chunks_on
+from isoloss.parallel.ops.gated_delta_chunks import (
+    CHUNK,
+    Block,
+    BlockTerms,
+    Chunks,
+    DeltaInputs,
+    add_product,
+    blocks_of,
+    chunks_on,
+    dot,
+    product,
+    scaled,
+    to_length,
+    to_length_backward,
+)
 from isoloss.parallel.ops.row_blocks import CACHED_ELEMENTS
 from isoloss.parallel.ops.varlen import VarlenCache
 
-NORM_EPS = 1e-6  # of the norm of queries and keys: what every published model has
-
 
 def delta_rule(
-    query_TKD: Tensor,
-    key_TKD: Tensor,
-    value_THU: Tensor,
-    log_decay_TH: Tensor,
-    rate_TH: Tensor,
+    inputs: DeltaInputs,
     lengths: tuple[int, ...],
     uploads: VarlenCache | None = None,
-    begun_SHDU: Tensor | None = None,
+    initial_SHDU: Tensor | None = None,
 ) -> Tensor:
-    """[T, H, U]: of each document and head, with q = query / |query| / sqrt(D), k = key / |key|, a = exp(log_decay),
+    """Compute for each document and head, with q = query / |query| / sqrt(D), k = key / |key|, a = exp(log_decay),
 
-        S_t = a_t S_(t-1) + k_t (rate_t (v_t - k_t^T a_t S_(t-1)))^T,   out_t = q_t^T S_t,   S_0 = begun, or 0.
+        S_t = a_t S_(t-1) + k_t (rate_t (v_t - k_t^T a_t S_(t-1)))^T,   out_t = q_t^T S_t,   S_0 = initial, or 0,
 
-    log_decay: at most 0. rate: how much of what the key reads is replaced. lengths: of the documents. begun: then none
-    is empty. Computes in at least fp32; what the backward needs grows with T.
+    in at least fp32, [T, H, U]. Memory for the backward grows linearly with T.
+
+    lengths: tokens of each document; with `initial_SHDU` no document may be empty.
+    uploads: tensors on the device that all layers of the row share; None: upload for this call.
     """
-    if not query_TKD.shape[0]:
-        return value_THU
-    chunks = chunks_on(lengths, query_TKD.device, uploads, ordered=begun_SHDU is not None)
-    out, _ = _DeltaRule.apply(query_TKD, key_TKD, value_THU, log_decay_TH, rate_TH, begun_SHDU, chunks, False)
+    if not inputs.query_TKD.shape[0]:
+        return inputs.value_THU
+    chunks = chunks_on(lengths, inputs.query_TKD.device, uploads, ordered=initial_SHDU is not None)
+    out, _ = _DeltaRule.apply(chunks, False, initial_SHDU, *inputs)
     return out
 
 
 def delta_rule_and_states(
-    query_TKD: Tensor,
-    key_TKD: Tensor,
-    value_THU: Tensor,
-    log_decay_TH: Tensor,
-    rate_TH: Tensor,
+    inputs: DeltaInputs,
     lengths: tuple[int, ...],
     uploads: VarlenCache | None = None,
-    begun_SHDU: Tensor | None = None,
+    initial_SHDU: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`delta_rule`, and the state that each document leaves, [S, H, D, U], in at least fp32; no document is empty."""
-    chunks = chunks_on(lengths, query_TKD.device, uploads, ordered=True)
-    return _DeltaRule.apply(query_TKD, key_TKD, value_THU, log_decay_TH, rate_TH, begun_SHDU, chunks, True)
+    """Compute `delta_rule`, and the final state of each document, [S, H, D, U], in at least fp32.
+
+    No document may be empty.
+    """
+    chunks = chunks_on(lengths, inputs.query_TKD.device, uploads, ordered=True)
+    return _DeltaRule.apply(chunks, True, initial_SHDU, *inputs)
 
 
 @torch.no_grad()
-def delta_rule_next(
-    query_BKD: Tensor,
-    key_BKD: Tensor,
-    value_BHU: Tensor,
-    log_decay_BH: Tensor,
-    rate_BH: Tensor,
-    state_BHDU: Tensor,
-) -> Tensor:
-    """What `delta_rule` gives for the next token of each of B documents, [B, H, U], by the recurrence. state: what the
-    documents have left, which becomes what they leave. Not differentiable."""
-    group, dtype = value_BHU.shape[1] // key_BKD.shape[1], state_BHDU.dtype
+def delta_rule_next(inputs: DeltaInputs, state_BHDU: Tensor) -> Tensor:
+    """Compute `delta_rule` for the next token of each of B documents by the recurrence, [B, H, U]. Not differentiable.
+
+    inputs: tensors of B tokens. state_BHDU: states before these tokens, overwritten by the states after them.
+    """
+    query, key, value, log_decay, rate = inputs
+    group, dtype = value.shape[1] // key.shape[1], state_BHDU.dtype
     query, key = (
-        _of_length(length, x.to(dtype))[0].repeat_interleave(group, 1)[:, :, None]
-        for length, x in ((key_BKD.shape[2] ** -0.5, query_BKD), (1, key_BKD))
+        to_length(length, x.to(dtype))[0].repeat_interleave(group, 1)[:, :, None]
+        for length, x in ((key.shape[2] ** -0.5, query), (1, key))
     )
-    state_BHDU *= log_decay_BH.to(dtype).exp()[..., None, None]
-    errors = value_BHU.to(dtype)[:, :, None] - key @ state_BHDU
-    state_BHDU += key.transpose(2, 3) * (rate_BH.to(dtype)[..., None, None] * errors)
-    return (query @ state_BHDU).squeeze(2).to(value_BHU.dtype)
+    state_BHDU *= log_decay.to(dtype).exp()[..., None, None]
+    errors = value.to(dtype)[:, :, None] - key @ state_BHDU
+    state_BHDU += key.transpose(2, 3) * (rate.to(dtype)[..., None, None] * errors)
+    return (query @ state_BHDU).squeeze(2).to(value.dtype)
+
+
+class _Saved(NamedTuple):
+    """The results of the forward that the backward reads, for each chunk.
+
+    inverse_NHCC: inverse of the chunk's triangular system.
+    state_NHDU: state before the chunk; then, if final states are asked for, the final state of each document.
+    written_NHCU: values that the chunk writes.
+    """
+
+    inverse_NHCC: Tensor
+    state_NHDU: Tensor
+    written_NHCU: Tensor
 
 
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, log_decay, rate, begun, chunks: Chunks, leaves: bool):
-        """Keeps of each chunk the inverse of its system, the state that it finds, and what it writes."""
+    def forward(ctx, chunks: Chunks, with_states: bool, initial: Tensor | None, *tensors: Tensor):
+        inputs = DeltaInputs(*tensors)
+        query, value = inputs.query_TKD, inputs.value_THU
         heads, columns = value.shape[1:]
-        counts = chunks.count, chunks.count + leaves * len(chunks.order), chunks.count
+        counts = chunks.count, chunks.count + with_states * len(chunks.order), chunks.count
         shapes, dtype = ((CHUNK, CHUNK), (query.shape[2], columns), (CHUNK, columns)), precise(query).dtype
-        inverse, state, written = (value.new_empty(n, heads, *shape, dtype=dtype) for n, shape in zip(counts, shapes))
+        saved = _Saved(*(value.new_empty(n, heads, *shape, dtype=dtype) for n, shape in zip(counts, shapes)))
         out = value.new_empty(chunks.count * CHUNK, heads, columns)
-        in_order = None if begun is None else begun.index_select(0, chunks.order)
+        initial_in_order = None if initial is None else initial.index_select(0, chunks.order)
         for block in _blocks(chunks, value):
-            within = _Within(chunks, block, query, key, log_decay, rate, leaves)
-            _forward(within, value, in_order, inverse, state, written, out)
-        ctx.chunks, ctx.leaves, ctx.begun = chunks, leaves, begun is not None
-        found, left = state[: chunks.count], state[chunks.count :]
-        ctx.save_for_backward(query, key, value, log_decay, rate, inverse, found, written)
-        return out.index_select(0, chunks.slots), left.index_select(0, chunks.ranks) if leaves else None
+            _forward(BlockTerms(chunks, block, inputs, with_states), saved, initial_in_order, out)
+        ctx.chunks, ctx.with_states, ctx.with_initial = chunks, with_states, initial is not None
+        before, final = saved.state_NHDU[: chunks.count], saved.state_NHDU[chunks.count :]
+        ctx.save_for_backward(*inputs, saved.inverse_NHCC, before, saved.written_NHCU)
+        return out.index_select(0, chunks.slots), final.index_select(0, chunks.ranks) if with_states else None
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad, of_states):
-        chunks, (query, key, value, log_decay, rate, inverse, state, written) = ctx.chunks, ctx.saved_tensors
-        grads = [t.new_empty(chunks.count * CHUNK, *t.shape[1:]) for t in (query, key, value, log_decay, rate)]
-        left = torch.empty_like(state)
-        if ctx.leaves:
-            torch.index_select(of_states, 0, chunks.order, out=left[chunks.with_successor :])
+    def backward(ctx, grad, grad_states):
+        chunks, inputs, saved = ctx.chunks, DeltaInputs(*ctx.saved_tensors[:5]), _Saved(*ctx.saved_tensors[5:])
+        grads = [t.new_empty(chunks.count * CHUNK, *t.shape[1:]) for t in inputs]
+        state = saved.state_NHDU
+        grad_after = torch.empty_like(state)
+        if ctx.with_states:
+            torch.index_select(grad_states, 0, chunks.order, out=grad_after[chunks.with_successor :])
         else:
-            left[chunks.with_successor :].zero_()
-        of_begun = state.new_empty(len(chunks.order), *state.shape[1:]) if ctx.begun else None
-        for block in reversed(_blocks(chunks, value)):
-            within = _Within(chunks, block, query, key, log_decay, rate, ctx.leaves)
-            _backward(within, grad, value, inverse, state, written, left, of_begun, grads)
-        of_begun = None if of_begun is None else of_begun.index_select(0, chunks.ranks)
-        return *(t.index_select(0, chunks.slots) for t in grads), of_begun, None, None
+            grad_after[chunks.with_successor :].zero_()
+        grad_initial = state.new_empty(len(chunks.order), *state.shape[1:]) if ctx.with_initial else None
+        for block in reversed(_blocks(chunks, inputs.value_THU)):
+            terms = BlockTerms(chunks, block, inputs, ctx.with_states)
+            _backward(terms, saved, grad, grad_after, grad_initial, grads)
+        grad_initial = None if grad_initial is None else grad_initial.index_select(0, chunks.ranks)
+        return None, None, grad_initial, *(t.index_select(0, chunks.slots) for t in grads)
 
 
 def _blocks(chunks: Chunks, value_THU: Tensor) -> tuple[Block, ...]:
-    """On a GPU all chunks, on a CPU so many that [N, H, C, C] has CACHED_ELEMENTS: what is computed on the way stays in
-    its cache and takes little memory."""
+    """Return one block on a GPU. On a CPU [N, H, C, C] of a block has CACHED_ELEMENTS at most, or is one chunk: then
+    intermediate results stay in the cache and take little memory."""
     size = chunks.count
     if value_THU.device.type == "cpu":
         size = max(1, CACHED_ELEMENTS // (value_THU.shape[1] * CHUNK**2))
     return blocks_of(chunks.turns, size)
 
 
-class _Within:
-    """What the chunks of a block compute without a state, and how they are cut from a row.
+def _forward(terms: BlockTerms, saved: _Saved, initial: Tensor | None, out: Tensor) -> None:
+    """Compute the chunks of a block: fill `out` and `saved`, of the states those that follow the chunks.
 
-    query, key: of length D**-0.5 and 1.
-    past: of tokens i >= j, what is left at i of what j wrote, exp(G_i - G_j), G the sums of log decays.
-    similar, seen: key_i . key_j and query_i . key_j, of each key head.
-    since, until: what is left at i of what the chunk finds, and at its end of what i wrote. decay: of the whole chunk.
-    leaves: what documents leave is asked for, so that places without a token must write and forget nothing.
+    With the state S before it, a chunk writes V' = rate (v - read S) - rate (similar past, below the diagonal) V'. The
+    inverse of this triangular system solves it. The state after it is decay S + write^T V', and
+    out = query S + (seen past) V'.
+
+    initial: states before the first chunks of documents, in `Chunks.order`; None: zeros.
     """
-
-    def __init__(self, chunks: Chunks, block: Block, query_TKD, key_TKD, log_decay_TH, rate_TH, leaves: bool):
-        self.leaves, self.chunks, self.turns = leaves, chunks, block.turns
-        self.block = slice(block.start, block.stop)
-        self.places = slice(block.start * CHUNK, block.stop * CHUNK)
-        self.dtype, self.keys, self.length = precise(query_TKD).dtype, key_TKD.shape[1], key_TKD.shape[2] ** -0.5
-        self.query, self.query_factor = _of_length(self.length, self.cut(query_TKD))
-        self.key, self.key_factor = _of_length(1, self.cut(key_TKD))
-        self.empty = chunks.empty[self.places].view(-1, 1, CHUNK, 1)
-        self.rate, log_decay = (self.cut(x[..., None]).contiguous() for x in (rate_TH, log_decay_TH))
-        if leaves:
-            self.rate.masked_fill_(self.empty, 0)
-            log_decay.masked_fill_(self.empty, 0)
-
-        total = log_decay.cumsum(2)
-        self.past = _left(total - total.transpose(2, 3)).tril_()  # what is positive is of the future
-        self.since, self.until = _left(total.clone()), _left(total[:, :, -1:] - total)
-        self.decay = self.since[:, :, -1:]
-        over = self.key.transpose(2, 3)
-        self.similar, self.seen = self.key @ over, self.query @ over
-
-    def cut(self, x: Tensor) -> Tensor:
-        """[T, heads, width] -> [N, heads, C, width]; where a document has no token, its last one once more."""
-        places = x.index_select(0, self.chunks.tokens[self.places]).to(self.dtype)
-        return places.unflatten(0, (-1, CHUNK)).transpose(1, 2)
-
-    def put(self, x: Tensor, into: Tensor) -> None:
-        """[N, heads, C, width] -> the places of these chunks among [places, heads, width]."""
-        into[self.places].unflatten(0, (-1, CHUNK)).transpose(1, 2).copy_(x)
-
-    def by_head(self, x_NK: Tensor, factor_NH: Tensor) -> Tensor:
-        return (x_NK[:, :, None] * factor_NH.unflatten(1, (self.keys, -1))).flatten(1, 2)
-
-    def of_keys(self, x_NH: Tensor) -> Tensor:
-        return x_NH if x_NH.shape[1] == self.keys else x_NH.unflatten(1, (self.keys, -1)).sum(2)
-
-
-def _left(log_decay: Tensor) -> Tensor:
-    """exp, in the same memory; 0 where it is far below the rounding of what is added to it: a CPU is several times
-    slower on the numbers near underflow that products with it would be."""
-    least = torch.finfo(log_decay.dtype).eps ** 3
-    return torch.threshold_(log_decay.clamp_(math.log(least) - 1, 0).exp_(), least, 0)
-
-
-def _of_length(length: float, x: Tensor) -> tuple[Tensor, Tensor]:
-    factor = length * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
-    return _scaled(x, factor), factor
-
-
-def _of_length_backward(length: float, grad: Tensor, x: Tensor, factor: Tensor) -> Tensor:
-    along = _dot(grad, x) / length**2
-    return grad.addcmul_(x, along, value=-1).mul_(factor)
-
-
-def _scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """x factor, without gaps."""
-    return torch.mul(x, factor, out=x.new_empty(x.shape))
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    return (a * b).sum(-1, keepdim=True)
-
-
-def _product(into: Tensor, a: Tensor, b: Tensor) -> None:
-    """into = a b, for all chunks and heads."""
-    torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out=into.flatten(0, 1))
-
-
-def _add_product(into: Tensor, a: Tensor, b: Tensor, factor: float = 1) -> None:
-    """into += factor a b, for all chunks and heads."""
-    if into.shape[0]:
-        flat = into.flatten(0, 1)
-        torch.baddbmm(flat, a.flatten(0, 1), b.flatten(0, 1), alpha=factor, out=flat)
-
-
-def _forward(within: _Within, value_THU, begun, inverse, state, written, out) -> None:
-    """A chunk finds the state S, of a document's first what is `begun`, or 0. It writes V' = rate (v - read S) - rate
-    (similar past, below the diagonal) V', solved by the inverse of that matrix, and leaves decay S + write^T V'; out =
-    query S + (seen past) V'. Fills inverse, V' and out of a block, and the states that follow its chunks."""
-    rate, key = within.rate, within.key
-    inverse, found, written = inverse[within.block], state[within.block], written[within.block]
-    system = within.by_head(within.similar, within.past).mul_(rate)
+    rate, key, block = terms.rate, terms.key, terms.block
+    state = saved.state_NHDU
+    inverse, before, written = (t[block] for t in saved)
+    system = terms.by_head(terms.similar, terms.past).mul_(rate)
     eye = torch.eye(CHUNK, dtype=rate.dtype, device=rate.device).expand_as(system)
     torch.linalg.solve_triangular(system, eye, upper=False, unitriangular=True, out=inverse)
 
-    errors = _scaled(within.cut(value_THU), rate)
-    read, write = within.by_head(key, within.since * rate), within.by_head(key, within.until)
-    for turn in within.turns:
-        mine, later = turn.chunks, turn.later
-        if begun is None:
-            found[turn.first].zero_()
+    errors = scaled(terms.cut(terms.inputs.value_THU), rate)
+    read, write = terms.by_head(key, terms.since * rate), terms.by_head(key, terms.until)
+    for turn in terms.turns:
+        own, reading = turn.chunks, turn.later
+        if initial is None:
+            before[turn.first].zero_()  # these chunks read zeros, so no product is needed
         else:
-            found[turn.first], later = begun[turn.begun], mine
-        _add_product(errors[later], read[later], found[later], -1)
-        _product(written[mine], inverse[mine], errors[mine])
-        if within.leaves or turn.followers.stop <= within.chunks.count:
-            torch.mul(found[mine], within.decay[mine], out=state[turn.followers])
-            _add_product(state[turn.followers], write[mine].transpose(2, 3), written[mine])
+            before[turn.first], reading = initial[turn.begun], own
+        add_product(errors[reading], read[reading], before[reading], -1)
+        product(written[own], inverse[own], errors[own])
+        if terms.with_states or turn.followers.stop <= terms.chunks.count:
+            torch.mul(before[own], terms.decay[own], out=state[turn.followers])
+            add_product(state[turn.followers], write[own].transpose(2, 3), written[own])
 
-    result = within.by_head(within.seen, within.past) @ written
-    _add_product(result, within.by_head(within.query, within.since), found)
-    within.put(result, out)
+    result = terms.by_head(terms.seen, terms.past) @ written
+    add_product(result, terms.by_head(terms.query, terms.since), before)
+    terms.put(result, out)
 
 
-def _backward(within: _Within, grad_THU, value_THU, inverse, state, written, left, of_begun, grads) -> None:
-    """left: [N, H, D, U], the gradient of what each chunk leaves; zero where none follows. Fills the gradients of a
-    block, of what the chunks leave that its chunks follow, and of what its documents begin with where that is given."""
-    query, key, rate, past, since, until = (
-        within.query, within.key, within.rate, within.past, within.since, within.until
-    )  # fmt: skip
-    inverse, state, written, of_left = (t[within.block] for t in (inverse, state, written, left))
-    grad = within.cut(grad_THU).masked_fill(within.empty, 0).contiguous()
-    read, write = within.by_head(key, since * rate), within.by_head(key, until)
-    of_written = within.by_head(within.seen, past).transpose(2, 3) @ grad
-    of_state = within.by_head(query, since).transpose(2, 3) @ grad
-    of_errors = torch.empty_like(of_written)  # of rate (v - read S)
-    for turn in reversed(within.turns):
-        mine, later = turn.chunks, turn.later
-        if within.leaves or turn.followers.stop <= within.chunks.count:
-            _add_product(of_written[mine], write[mine], of_left[mine])
-        _product(of_errors[mine], inverse[mine].transpose(2, 3), of_written[mine])
+def _backward(
+    terms: BlockTerms, saved: _Saved, grad_THU: Tensor, grad_after: Tensor, grad_initial: Tensor | None, grads: list
+) -> None:
+    """Compute the gradients of a block: fill `grads`, and rows of `grad_after` and `grad_initial` for earlier states.
+
+    grad_after: gradient of the state after each chunk, [N, H, D, U]; rows of this block are complete on entry.
+    grad_initial: gradient of the initial states, in `Chunks.order`; None: no initial states. grads: by input and place.
+    """
+    query, key, rate = terms.query, terms.key, terms.rate
+    past, since, until = terms.past, terms.since, terms.until
+    inverse, state, written, grad_next = (t[terms.block] for t in (*saved, grad_after))
+    grad = terms.cut(grad_THU).masked_fill(terms.empty, 0).contiguous()
+    read, write = terms.by_head(key, since * rate), terms.by_head(key, until)
+    grad_written = terms.by_head(terms.seen, past).transpose(2, 3) @ grad
+    grad_state = terms.by_head(query, since).transpose(2, 3) @ grad
+    grad_errors = torch.empty_like(grad_written)  # of rate (v - read S)
+    for turn in reversed(terms.turns):
+        own, later, first = turn.chunks, turn.later, turn.first
+        if terms.with_states or turn.followers.stop <= terms.chunks.count:
+            add_product(grad_written[own], write[own], grad_next[own])
+        product(grad_errors[own], inverse[own].transpose(2, 3), grad_written[own])
         if turn.before:
-            torch.addcmul(of_state[later], of_left[later], within.decay[later], out=left[turn.before])
-            _add_product(left[turn.before], read[later].transpose(2, 3), of_errors[later], -1)
-        if of_begun is not None:
-            first = turn.first
-            torch.addcmul(of_state[first], of_left[first], within.decay[first], out=of_begun[turn.begun])
-            _add_product(of_begun[turn.begun], read[first].transpose(2, 3), of_errors[first], -1)
+            torch.addcmul(grad_state[later], grad_next[later], terms.decay[later], out=grad_after[turn.before])
+            add_product(grad_after[turn.before], read[later].transpose(2, 3), grad_errors[later], -1)
+        if grad_initial is not None:
+            torch.addcmul(grad_state[first], grad_next[first], terms.decay[first], out=grad_initial[turn.begun])
+            add_product(grad_initial[turn.begun], read[first].transpose(2, 3), grad_errors[first], -1)
 
-    of_similar = (of_errors @ written.transpose(2, 3)).mul_(past)
-    of_similar.diagonal(dim1=2, dim2=3).zero_()
-    of_seen = (grad @ written.transpose(2, 3)).mul_(past)
-    through = within.by_head(within.similar, of_similar)
+    grad_similar = (grad_errors @ written.transpose(2, 3)).mul_(past)
+    grad_similar.diagonal(dim1=2, dim2=3).zero_()
+    grad_seen = (grad @ written.transpose(2, 3)).mul_(past)
+    through = terms.by_head(terms.similar, grad_similar)
     lost = through.sum(-1, keepdim=True)
-    through.mul_(-rate).add_(within.by_head(within.seen, of_seen))
-    of_total = through.sum(-1, keepdim=True) - through.sum(-2)[..., None]
-    of_similar.mul_(-rate)
-
-    of_query, of_read, of_write = (
-        a @ b.transpose(2, 3) for a, b in ((grad, state), (of_errors, state), (written, of_left))
+    through.mul_(-rate).add_(terms.by_head(terms.seen, grad_seen))
+    grad_total = through.sum(-1, keepdim=True) - through.sum(-2)[..., None]
+    grad_similar.mul_(-rate)
+    grad_query, grad_read, grad_write = (
+        a @ b.transpose(2, 3) for a, b in ((grad, state), (grad_errors, state), (written, grad_next))
     )
-    lost_read = since * within.by_head(key, of_read).sum(-1, keepdim=True)
-    of_until = until * within.by_head(key, of_write).sum(-1, keepdim=True)
-    of_total += since * within.by_head(query, of_query).sum(-1, keepdim=True) - rate * lost_read - of_until
-    of_decay = (of_left * state).sum((-1, -2), keepdim=True)
-    of_total[:, :, -1:] += of_until.sum(2, keepdim=True) + of_decay * within.decay
+    lost_read = since * terms.by_head(key, grad_read).sum(-1, keepdim=True)
+    grad_until = until * terms.by_head(key, grad_write).sum(-1, keepdim=True)
+    grad_total += since * terms.by_head(query, grad_query).sum(-1, keepdim=True) - rate * lost_read - grad_until
+    grad_decay = (grad_next * state).sum((-1, -2), keepdim=True)
+    grad_total[:, :, -1:] += grad_until.sum(2, keepdim=True) + grad_decay * terms.decay
 
-    of_similar, of_seen = within.of_keys(of_similar), within.of_keys(of_seen)
-    of_query = within.of_keys(of_query.mul_(since))
-    of_key = within.of_keys(of_write.mul_(until).sub_(of_read.mul_(since * rate)))
-    _add_product(of_query, of_seen, key)
-    _add_product(of_key, of_seen.transpose(2, 3), query)
-    _add_product(of_key, of_similar + of_similar.transpose(2, 3), key)
-    found = (
-        _of_length_backward(within.length, of_query, query, within.query_factor),
-        _of_length_backward(1, of_key, key, within.key_factor),
-        of_errors * rate,
-        of_total.flip(2).cumsum(2).flip(2),
-        _dot(within.cut(value_THU), of_errors) - lost - lost_read,
+    grad_similar, grad_seen = terms.sum_by_key_head(grad_similar), terms.sum_by_key_head(grad_seen)
+    grad_query = terms.sum_by_key_head(grad_query.mul_(since))
+    grad_key = terms.sum_by_key_head(grad_write.mul_(until).sub_(grad_read.mul_(since * rate)))
+    add_product(grad_query, grad_seen, key)
+    add_product(grad_key, grad_seen.transpose(2, 3), query)
+    add_product(grad_key, grad_similar + grad_similar.transpose(2, 3), key)
+    by_input = (
+        to_length_backward(terms.length, grad_query, query, terms.query_factor),
+        to_length_backward(1, grad_key, key, terms.key_factor),
+        grad_errors * rate,
+        grad_total.flip(2).cumsum(2).flip(2),
+        dot(terms.cut(terms.inputs.value_THU), grad_errors) - lost - lost_read,
     )
-    for mine, into in zip(found, grads, strict=True):
-        within.put(mine, into.view(*into.shape[:2], -1))
+    for gradient, into in zip(by_input, grads, strict=True):
+        terms.put(gradient, into.view(*into.shape[:2], -1))

@@ -1,4 +1,4 @@
-"""Which queries of one ring rank see which keys of another, piece by piece of the documents."""
+"""Compute which queries of one ring rank see which keys of another, as blocks of pieces of the documents."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,11 +10,15 @@ from isoloss.parallel.ops.row_order import chunk_borders
 
 @dataclass(frozen=True)
 class Block:
-    """Queries and keys of one document, as slices of what their ranks hold, and which pairs see each other.
+    """Queries and keys of one document, and a mask of the pairs that see each other.
 
-    Both are aligned at their ends, as FlashAttention does it: query i of I sees key j of J where
-    -left <= (j - J) - (i - I) <= right. None: no limit on that side. Every query sees some key.
-    level: 0 within a piece, else 1 + the depth of the piece whose keys they are. A query is in one block of each.
+    Queries and keys are aligned at their ends, as in FlashAttention: query i of I sees key j of J where
+    -left <= (j - J) - (i - I) <= right. Every query sees some key.
+
+    queries, keys: slices of the tokens of their ranks.
+    left, right: limits of the mask; None: no limit on this side.
+    level: 0 within a piece, else 1 + the depth of the piece that has the keys. Without a window, a query is in at most
+        one block of a level.
     """
 
     queries: slice
@@ -26,11 +30,11 @@ class Block:
 
 @lru_cache(maxsize=256)
 def blocks_of(forest: PrefixTree, ring: int, rank: int, owner: int, window: int | None) -> tuple[Block, ...]:
-    """What the queries of ring rank `rank` see of the keys of rank `owner`, where pieces are cut as by `tokens_of`.
+    """Return the blocks in which queries of ring rank `rank` see keys of rank `owner`; `tokens_of` cuts the pieces.
 
-    A rank's two chunks of a piece lie symmetrically to its middle. So both see the front chunk, and no more, of an
-    owner further outside; of one further inside only the back chunk sees anything, and all of it. What goes on from a
-    piece sees all of it.
+    The two chunks of a rank lie symmetrically about the middle of a piece, those of a lower rank further outside.
+    Without a window, queries of both chunks see exactly the front chunk of a lower rank. Of a higher rank only queries
+    of the back chunk see keys, and they see both chunks. Descendants of a piece see the whole piece.
     """
     window = None if window is None or window >= forest.longest else window
     borders = chunk_borders(forest.lengths, ring)
@@ -63,9 +67,11 @@ def size_of(piece: slice) -> int:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The front and the back chunk of a piece that a rank holds, or all of it where there is no other rank.
+    """The front and the back chunk of a piece on a rank, or the whole piece in a ring of one rank.
 
-    slices: of what it holds. starts: in the piece."""
+    slices: slice of the rank's tokens for each chunk.
+    starts: offset in the piece for each chunk.
+    """
 
     slices: tuple[slice, ...]
     starts: tuple[int, ...]
@@ -88,9 +94,10 @@ def _chunks(borders: Sequence[Sequence[int]], rank: int) -> list[_Chunks]:
 
 
 def _windowed(queries: _Chunks, keys: _Chunks, apart: int, window: int, level: int) -> Iterator[Block]:
-    """The pairs of chunks of which some query sees some key, without the tokens that see nothing.
+    """Yield the pairs of chunks in which some query sees some key, cut to the tokens that see or are seen.
 
-    apart: from the first token of the keys' piece to that of the queries'; 0: they are one piece."""
+    apart: tokens from the first of the keys' piece to the first of the queries' piece; 0: both are one piece.
+    """
     for query, query_at in zip(queries.slices, queries.starts):
         for key, key_at in zip(keys.slices, keys.starts):
             distance = apart + query_at - key_at  # from the first key to the first query

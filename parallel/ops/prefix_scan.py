@@ -1,10 +1,10 @@
-"""Linear attention over a packed row whose documents share what they begin with: what goes on from a piece goes on from
-the state that it leaves, and its convolution sees the last tokens of that piece.
+"""Compute linear attention over a packed row whose documents share prefixes: a piece continues from the final state of
+its parent, and its convolution sees the last tokens of the parent.
 
 Shape suffixes: T tokens of the row, X channels, H value heads, U width of a value.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from isoloss.parallel.ops.gated_delta_chunks import DeltaInputs
 from isoloss.parallel.ops.prefix_tree import PrefixTree
 from isoloss.parallel.ops.row_order import reordered
 from isoloss.parallel.ops.varlen import VarlenCache
@@ -19,7 +20,7 @@ from isoloss.parallel.ops.varlen import VarlenCache
 
 @dataclass(frozen=True)
 class Level:
-    """The pieces of one depth. lengths: of each. parents: of each, the number among the pieces of the level before;
+    """The pieces of one depth. lengths: tokens of each piece. parents: index of each piece's parent in the level above;
     empty in the first level."""
 
     lengths: tuple[int, ...]
@@ -32,7 +33,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Levels:
-    """order: [2, T], the tokens of the row, level by level, and where each token is among them."""
+    """The levels of a row. order: [2, T], the tokens of the row by level, and the place of each token in this order."""
 
     order: Tensor
     levels: tuple[Level, ...]
@@ -40,10 +41,10 @@ class Levels:
 
 @dataclass(frozen=True)
 class Branches:
-    """For the first tokens of the pieces that go on from another, whose windows begin before them.
+    """The first tokens of the pieces with a parent, whose windows begin before the piece.
 
-    read: tokens of the row, for each such piece the ones before it, as many as a window reaches, and its first ones.
-    lengths: how many for each. own: where its first ones are among those of `read`. put: where they are in the row.
+    read: tokens of the row: for each such piece, the tokens before it within reach of a window, and its first tokens.
+    lengths: tokens of `read` for each piece. own: places of first tokens in `read`. put: their places in the row.
     """
 
     read: Tensor
@@ -55,13 +56,13 @@ class Branches:
 def scan_forest(
     rule: Callable[..., Tensor],
     rule_and_states: Callable[..., tuple[Tensor, Tensor]],
-    given: Sequence[Tensor],
+    given: DeltaInputs,
     forest: PrefixTree,
     uploads: VarlenCache,
 ) -> Tensor:
-    """[T, H, U]: `delta_rule` of every document of the row, each piece once. given: its tensors, [T, ...]."""
+    """Compute `delta_rule` of every document, [T, H, U], each piece once. given: tensors of the row, [T, ...]."""
     if not forest.shares:
-        return rule(*given, forest.lengths, uploads)
+        return rule(given, forest.lengths, uploads)
     device, by_level = given[0].device, levels_of(forest)
     order, place = uploads.once(("levels", forest), lambda: by_level.order, device)
     sizes = [level.tokens for level in by_level.levels]
@@ -75,17 +76,17 @@ def scan_forest(
         return left.index_select(0, uploads.once(("parents", level.lengths, forest), lambda: level.parents, device))
 
     for level, mine in above:
-        out, left = rule_and_states(*mine, level.lengths, uploads, begun(level))
+        out, left = rule_and_states(DeltaInputs(*mine), level.lengths, uploads, begun(level))
         outs.append(out)
     level, mine = deepest
-    outs.append(rule(*mine, level.lengths, uploads, begun(level)))
+    outs.append(rule(DeltaInputs(*mine), level.lengths, uploads, begun(level)))
     return reordered(torch.cat(outs), place, order)
 
 
 def convolve_forest(
     convolution: Callable[..., Tensor], x_TX: Tensor, weight_XK: Tensor, forest: PrefixTree, uploads: VarlenCache
 ) -> Tensor:
-    """[T, X]: `short_convolution` of every document of the row, each piece once."""
+    """Compute `short_convolution` of every document of the row, [T, X], each piece once."""
     apart_TX = convolution(x_TX, weight_XK, forest.lengths, uploads)
     width = weight_XK.shape[1]
     if not forest.shares or width == 1:
@@ -100,7 +101,7 @@ def convolve_forest(
 def levels_of(forest: PrefixTree) -> Levels:
     starts = [0, *accumulate(forest.lengths)]
     pieces: list[list[int]] = [[] for _ in range(max(forest.depths) + 1)]
-    numbers = []  # of each piece, among those of its level
+    numbers = []  # index of each piece in its level
     for piece, depth in enumerate(forest.depths):
         numbers.append(len(pieces[depth]))
         pieces[depth].append(piece)
@@ -117,9 +118,9 @@ def levels_of(forest: PrefixTree) -> Levels:
 
 @lru_cache(maxsize=64)
 def branches_of(forest: PrefixTree, reach: int) -> Branches:
-    """reach: how many tokens before a token its window sees."""
+    """Find the branches of a row. reach: number of tokens before a token that its window sees."""
     starts = [0, *accumulate(forest.lengths)]
-    last: list[list[int]] = []  # tokens of the row: up to each piece's end, the last ones of its documents
+    last: list[list[int]] = []  # for each piece, the last tokens of its documents up to its end
     read, lengths, own, put = [], [], [], []
     for piece, parent in enumerate(forest.parents):
         before = last[parent] if parent >= 0 else []

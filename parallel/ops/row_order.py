@@ -1,4 +1,4 @@
-"""Which tokens of a packed row each rank of a ring x Ulysses grid holds (the rule: isoloss.parallel.sequence), and
+"""The tokens of a packed row on each rank of a ring x Ulysses grid (the rule is in isoloss.parallel.sequence), and
 permutations of rows."""
 
 from functools import lru_cache
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @lru_cache(maxsize=256)
 def chunk_borders(lengths: tuple[int, ...], ring: int) -> tuple[tuple[int, ...], ...]:
-    """Where the 2 * ring chunks of each document begin and end, counted within the document: 2 * ring + 1 numbers."""
+    """Return the 2 * ring + 1 borders of the 2 * ring chunks of each document, as offsets in the document."""
     borders, turn = [], 0
     for length in lengths:
         size, left = divmod(length, 2 * ring)
@@ -24,9 +24,9 @@ def chunk_borders(lengths: tuple[int, ...], ring: int) -> tuple[tuple[int, ...],
 
 
 def tokens_of(lengths: tuple[int, ...], ring: int, ring_rank: int, ulysses: int = 1, ulysses_rank: int = 0) -> Tensor:
-    """Which tokens of a whole row a rank of the grid holds: indices into the row, int64, in the order it holds them.
+    """Return the tokens of a rank of the grid as indices into the whole row, int64, in the rank's order.
 
-    lengths: of the documents of the row; they add up to a multiple of ring * ulysses.
+    lengths: tokens of each document of the row; the sum is a multiple of ring * ulysses.
     """
     total = sum(lengths)
     assert total % (ring * ulysses) == 0, f"a row of {total} tokens over ring {ring} x ulysses {ulysses}"
@@ -51,5 +51,8 @@ class _Reorder(torch.autograd.Function):
 
 
 def reordered(x_TX: Tensor, order_T: Tensor, inverse_T: Tensor) -> Tensor:
-    """x_TX[order_T]. The gradient of an index adds up, in an order of its own; a permutation has no need to."""
+    """Return x_TX[order_T] for a permutation and its inverse.
+
+    The gradient of general indexing is a sum in an undefined order; for a permutation it is an index by the inverse.
+    """
     return _Reorder.apply(x_TX, order_T, inverse_T)

@@ -1,7 +1,7 @@
-"""A causal convolution of a few tokens for each channel, with SiLU, over a whole packed row. It starts anew at every
+"""A causal convolution over a few tokens for each channel, with SiLU, over a whole packed row, restarted at every
 document.
 
-Shape suffixes: T tokens of the row, X channels, K tokens that an output sees.
+Shape suffixes: T tokens of the row, X channels, K tokens that an output sees, B and S documents.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,10 @@ from isoloss.parallel.ops.varlen import VarlenCache
 def short_convolution(
     x_TX: Tensor, weight_XK: Tensor, lengths: tuple[int, ...], uploads: VarlenCache | None = None
 ) -> Tensor:
-    """[T, X]: SiLU of each channel's weighted sum over the last K tokens of its document; weight_XK[:, -1] is that of
-    the token itself. Computes in at least fp32."""
+    """Compute the SiLU of each channel's weighted sum over the last K tokens of its document, [T, X].
+
+    Computes in at least fp32. weight_XK: weights of a channel, that of the token itself last.
+    """
     borders = _borders_of(lengths, weight_XK.shape[1])
     if x_TX.device.type != "cpu":
         on_host, uploads = borders, uploads or VarlenCache()
@@ -31,8 +33,10 @@ def short_convolution(
 
 @torch.no_grad()
 def convolution_next(x_BX: Tensor, before_BPX: Tensor, weight_XK: Tensor) -> tuple[Tensor, Tensor]:
-    """What `short_convolution` gives for the next token of each of B documents, [B, X], and what the one after it will
-    need. before: the last P = K - 1 tokens of each (`last_tokens`). Not differentiable."""
+    """Compute `short_convolution` for the next token of each of B documents, [B, X], and the next `before_BPX`.
+
+    Not differentiable. before_BPX: last P = K - 1 tokens of each document (`last_tokens`).
+    """
     window_BKX = torch.cat([before_BPX, x_BX[:, None]], 1)
     taps_KX = _taps(x_BX, weight_XK).flip(0)
     sums_BX = (window_BKX.to(taps_KX.dtype) * taps_KX).sum(1)
@@ -40,15 +44,18 @@ def convolution_next(x_BX: Tensor, before_BPX: Tensor, weight_XK: Tensor) -> tup
 
 
 def last_tokens(x_TX: Tensor, lengths: Sequence[int], count: int) -> Tensor:
-    """[S, count, X]: the last ones of each document, zeros before its first."""
+    """Return the last `count` tokens of each document, [S, count, X], with zeros before its first token."""
     documents = x_TX[: sum(lengths)].split(list(lengths))
     return torch.stack([pad(document[-count:], (0, 0, max(0, count - len(document)), 0)) for document in documents])
 
 
 @lru_cache(maxsize=64)
 def _borders_of(lengths: tuple[int, ...], width: int) -> Tensor:
-    """Tokens for which a window of `width` ends before their document does: [2, 2, tokens], of windows into the past
-    and into the future, the token and how many of its document are on that side."""
+    """Return the tokens whose window of `width` tokens reaches over a border of their document, [2, 2, tokens].
+
+    The first dimension is windows into the past and into the future. The second is the index of the token, and the
+    number of tokens of its document on this side.
+    """
     past, future, start = [], [], 0
     for length in lengths:
         near = range(min(width - 1, length))
@@ -59,8 +66,9 @@ def _borders_of(lengths: tuple[int, ...], width: int) -> Tensor:
 
 
 def _window_sums(x_TX: Tensor, weight_KX: Tensor, borders: Tensor, step: int) -> Tensor:
-    """sum_k weight_KX[k] x[t + k step], over the tokens of t's document. step: -1 or 1."""
+    """Compute sum_k weight_KX[k] x[t + k step] over the tokens of t's document, [T, X]. step: -1 or 1."""
     total, width, out = len(x_TX), len(weight_KX), torch.empty_like(x_TX, dtype=weight_KX.dtype)
+    # Sums over all windows as if the row were one document; sums at borders are replaced below.
     for slab in slabs(x_TX):
         torch.mul(x_TX[slab], weight_KX[0], out=out[slab])
         for k in range(1, width):
@@ -105,6 +113,6 @@ class _ShortConvolution(torch.autograd.Function):
 
 
 def _taps(x_TX: Tensor, weight_XK: Tensor) -> Tensor:
-    """Weights by how far back, the token itself first."""
+    """Return the weights by distance into the past, that of the token itself first, [K, X], in at least fp32."""
     dtype = torch.promote_types(precise(x_TX).dtype, weight_XK.dtype)
     return weight_XK.T.flip(0).to(dtype).contiguous()

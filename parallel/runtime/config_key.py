@@ -1,7 +1,7 @@
-"""A key of the configuration: its default, meaning and bounds, written once, beside the field of its dataclass.
+"""Keys of the configuration. The default, meaning and bounds of a key are written once, in the field of its dataclass.
 
-`key` makes such a field, and `Keys` is the base that holds every value against its bounds, whoever builds the object.
-isoloss.engine.config.help tells a user what is written here.
+`key` makes such a field. The base class `Keys` checks every value against its bounds when an object is built.
+isoloss.engine.config.help prints meanings and bounds for users.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ def require(holds: bool, key: str, value: object, hint: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class KeySpec:
-    """What is known of a key besides its name, type and default. Bounds and choices hold for each item of a list, and
-    not for null.
+    """The meaning, choices and bounds of a key. Choices and bounds hold for each item of a list, and not for null.
 
-    text: its meaning, for `--help` and docs/configuration.md: units, what null means.
-    required: the default, something empty, is refused.
-    choices: the valid names, where its type, a Literal, does not tell them.
-    or_function: or a function of the user's, file.py:function.
-    refusal: what follows `key=value` where it is out of bounds, if there is more to say than the bounds.
+    text: meaning for `--help` and docs/configuration.md, with units and the meaning of null.
+    required: True to refuse the default, which is empty.
+    choices: valid names, if the type is not a Literal of them.
+    or_function: True to allow a function of the user, file.py:function, too.
+    at_least, above, at_most, below: bounds; None: no bound.
+    refusal: text after `key=value` for a value out of bounds; None: a text made from the bounds.
     """
 
     text: str
@@ -43,16 +43,16 @@ class KeySpec:
     refusal: str | None = None
 
     def bounds(self) -> list[tuple[str, float]]:
-        """Such as [(">=", 0), ("<", 1)]."""
-        each = ((">=", self.at_least), (">", self.above), ("<=", self.at_most), ("<", self.below))
-        return [(sign, bound) for sign, bound in each if bound is not None]
+        """List the bounds with their signs, such as [(">=", 0), ("<", 1)]."""
+        bounds = ((">=", self.at_least), (">", self.above), ("<=", self.at_most), ("<", self.below))
+        return [(sign, bound) for sign, bound in bounds if bound is not None]
 
     def within(self, number: float) -> bool:
         holds = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
         return all(holds[sign](number, bound) for sign, bound in self.bounds())
 
     def must(self, is_list: bool, nullable: bool) -> str:
-        """What follows a refused number: "must not be negative"."""
+        """Return the text of a refusal after `key=value`, such as "must not be negative"."""
         if self.refusal is not None:
             return self.refusal
         each, or_null = "each " if is_list else "", ", or null" if nullable else ""
@@ -69,9 +69,9 @@ class KeySpec:
 
 
 def key(default: Any, text: str, **more: Any) -> Any:
-    """A field of a `Keys` class. more: fields of its `KeySpec`."""
+    """Make a field of a `Keys` class. more: fields of `KeySpec`."""
     meaning = KeySpec(text, **more)
-    if isinstance(default, Mapping):  # a dataclass takes no default that can change, and a dict has no hash
+    if isinstance(default, Mapping):  # a dataclass allows no mutable default, and a dict has no hash
         return dataclasses.field(default_factory=lambda: dict(default), hash=False, metadata={"key": meaning})
     return dataclasses.field(default=default, metadata={"key": meaning})
 
@@ -80,7 +80,7 @@ def key(default: Any, text: str, **more: Any) -> Any:
 class Keys:
     """Base of a group of keys: `class OptimConfig(Keys, group="optim")`. Raises UserError for a value out of bounds.
 
-    A class with a `__post_init__` of its own, for rules between keys, calls this one's in it.
+    A subclass that defines `__post_init__`, for rules between keys, must call `super().__post_init__()`.
     """
 
     _group = ""
@@ -101,7 +101,7 @@ def meaning_of(field: "dataclasses.Field[Any]") -> KeySpec:
 
 
 def choices_of(field: "dataclasses.Field[Any]") -> tuple[str, ...]:
-    """The valid names of a key, or of the items of its list; none where any value will do."""
+    """Return the valid names of a key, or of the items of its list; empty if any value is valid."""
     return meaning_of(field).choices or _literals(field.type)
 
 

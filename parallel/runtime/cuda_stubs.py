@@ -1,14 +1,14 @@
-"""Stubs for CUDA: they let unmodified Megatron-Core run on a machine without a GPU, over gloo.
+"""Stubs for CUDA, with which unmodified Megatron-Core runs on a machine without a GPU, over gloo.
 
 Megatron-Core names CUDA directly: it asks `torch.cuda` for the current device, streams, events and RNG states, creates
 tensors with `device="cuda"`, and its distributed optimizer compares `Tensor.type()` with 'torch.cuda.FloatTensor'.
-`install()` gives those calls a CPU meaning. It must run before the first `import megatron`, because Megatron binds some
-of these names at import; importing `isoloss.parallel` does that. Where a GPU exists it changes nothing at all.
+`install()` redirects these calls to the CPU. It must run before the first `import megatron`, because Megatron binds
+some of these names at import; importing `isoloss.parallel` ensures this. On a machine with a GPU it changes nothing.
 
-A dry run lets CUDA mean another device instead of the CPU, one whose tensors have shapes and no values (`stand_in`).
+A dry run redirects CUDA to a device whose tensors have shapes and no values instead of the CPU (`stand_in`).
 """
 
-# A stub puts another thing where the type says what stood there.
+# A stub replaces an attribute by one of another type.
 # pyright: reportAttributeAccessIssue=false
 
 import contextlib
@@ -17,14 +17,14 @@ import functools
 import torch
 from torch.utils._device import _device_constructors
 
-_device = torch.device("cpu")  # what CUDA means
-# Every factory function to which Megatron-Core passes device="cuda" or a CUDA device object.
+_device = torch.device("cpu")  # the device to which CUDA is redirected
+# All factory functions to which Megatron-Core passes device="cuda" or a CUDA device object.
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like",
               "ones_like", "full_like", "empty_strided", "as_tensor", "eye", "linspace")  # fmt: skip
 
 
 class _Stream:
-    """A stream or an event on a device that runs in program order: every wait is already over."""
+    """A stream or an event on a device that runs in program order, so that every wait returns at once."""
 
     def __init__(self, *args, **kwargs):
         del args, kwargs
@@ -47,7 +47,7 @@ class _Stream:
 
 
 class _Generators:
-    """`torch.cuda.default_generators`, with one answer for every device."""
+    """A stub for `torch.cuda.default_generators` with the CPU's generator for every device."""
 
     def __getitem__(self, index):
         del index
@@ -67,7 +67,7 @@ def _on_cpu(factory):
 
 
 def _tensor_type(original):
-    """`Tensor.type()` as the distributed optimizer expects it; conversions keep their meaning."""
+    """Return a `Tensor.type()` with the CUDA names that the distributed optimizer expects; conversions still work."""
 
     def type_(self, *args, **kwargs):
         if args or kwargs:
@@ -78,8 +78,7 @@ def _tensor_type(original):
 
 
 def _with_listed_splits(all_to_all_single):
-    """Megatron's token dispatcher turns split sizes into something that can be iterated over only where they come from
-    a GPU."""
+    """Convert split sizes to lists, which Megatron's token dispatcher does only for tensors on a GPU."""
 
     @functools.wraps(all_to_all_single)
     def wrapped(output, input, output_split_sizes=None, input_split_sizes=None, **kwargs):
@@ -90,8 +89,10 @@ def _with_listed_splits(all_to_all_single):
 
 
 def _with_uneven_shares(all_gather):
-    """Expert TP ranks got different numbers of tokens from the others. NCCL gathers those; gloo wants equal shapes, but
-    exchanges unequal ones."""
+    """Gather shares of different lengths by an all-to-all, for expert TP ranks with different numbers of tokens.
+
+    NCCL's all-gather accepts such shares. That of gloo requires equal shapes, but its all-to-all does not.
+    """
 
     @functools.wraps(all_gather)
     def wrapped(tensor_list, tensor, group=None, **kwargs):
@@ -109,7 +110,7 @@ def _with_uneven_shares(all_gather):
 
 
 def _with_uneven_sums(reduce_scatter):
-    """The backward of `_with_uneven_shares`."""
+    """Sum and scatter shares of different lengths: the backward of `_with_uneven_shares`."""
 
     @functools.wraps(reduce_scatter)
     def wrapped(output, input_list, *args, group=None, **kwargs):
@@ -117,15 +118,15 @@ def _with_uneven_sums(reduce_scatter):
         if len(set(rows)) <= 1:
             return reduce_scatter(output, input_list, *args, group=group, **kwargs)
         parts = output.new_empty((len(rows) * output.shape[0], *output.shape[1:]))
-        mine = [output.shape[0]] * len(rows)
-        torch.distributed.all_to_all_single(parts, torch.cat(input_list), mine, rows, group=group)
+        own_rows = [output.shape[0]] * len(rows)
+        torch.distributed.all_to_all_single(parts, torch.cat(input_list), own_rows, rows, group=group)
         return output.copy_(parts.unflatten(0, (len(rows), output.shape[0])).sum(0))
 
     return wrapped
 
 
 def stand_in(device: torch.device) -> None:
-    """From now on CUDA means this device. ValueError where CUDA means itself: hide the GPUs from such a process."""
+    """Redirect CUDA to `device` from now on. Raises ValueError in a process that sees a GPU."""
     global _device
     if not install():
         raise ValueError("a process that sees a GPU cannot run on another device: set CUDA_VISIBLE_DEVICES=")
@@ -134,7 +135,7 @@ def stand_in(device: torch.device) -> None:
 
 @functools.cache
 def install() -> bool:
-    """Install the stand-ins, once, if this process has no GPU. Returns whether they are active."""
+    """Install the stubs, once, if this process has no GPU. Returns True if they are active."""
     if torch.cuda.is_available():
         return False
     cuda = torch.cuda
@@ -154,9 +155,9 @@ def install() -> bool:
     for module in (cuda, cuda.random):
         module.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
         module.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    # `with torch.device(...)` knows the factories by identity and lists them when it is first used: it must list the
-    # originals, which still do the work. Else transformers, which builds models on the meta device, leaves some buffers
-    # (rotary frequencies) uninitialised.
+    # `with torch.device(...)` identifies factories by a list that it makes at its first use. The list must contain the
+    # original functions, which the stubs call. Else transformers, which builds models on the meta device, leaves some
+    # buffers (rotary frequencies) uninitialized.
     _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))

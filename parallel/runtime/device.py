@@ -1,4 +1,4 @@
-"""The device that a run is on, and why it is not the GPU that is there."""
+"""The device of a run, and the reason why a GPU of the machine is not used."""
 
 import os
 
@@ -12,7 +12,7 @@ from isoloss.parallel.runtime.nvidia_smi import read_driver
 def check(wanted: str) -> None:
     """Refuse a device that this process cannot give. wanted: train.device. Raises UserError."""
     if wanted == "cpu" and torch.cuda.is_available():
-        # What stands in for CUDA (`isoloss.parallel.runtime.cuda_stubs`) is there, or not, from the first import on.
+        # The stubs for CUDA (`isoloss.parallel.runtime.cuda_stubs`) are chosen at the first import.
         raise UserError(
             f"train.device='cpu' and this process sees {torch.cuda.device_count()} GPU(s): start it with "
             "CUDA_VISIBLE_DEVICES= as well, which hides them"
@@ -34,31 +34,31 @@ def check_fallback(wanted: str) -> None:
 
 
 def describe(world_size: int) -> str:
-    """The device and how many of it a world has, as the opening lines and run.json tell it."""
+    """Return the device and the number of devices of a world, for the first lines of a run and run.json."""
     if torch.cuda.is_available():
         return f"{world_size} x {torch.cuda.get_device_name()}"
     return f"CPU, {os.cpu_count()} core(s) a machine for {world_size} rank(s)"
 
 
 def is_hopper() -> bool:
-    """Whether this process's GPU is of NVIDIA's generation of the H100, for which there are kernels of its own."""
+    """Return True if this process's GPU is of NVIDIA's Hopper generation (H100), which has kernels of its own."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 def memory_bytes() -> int | None:
-    """Of this process's GPU; None on a CPU."""
+    """Return the memory of this process's GPU; None on a CPU."""
     if not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
 def peak_bytes() -> int | None:
-    """The most that tensors took of this process's GPU at a time; None on a CPU."""
+    """Return the peak bytes of tensors on this process's GPU; None on a CPU."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 
 def why_no_gpu() -> str:
-    """What keeps torch from the GPUs, in its own words, and what may hide them."""
+    """Return torch's reason for not using the GPUs, with the setting that may hide them."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # a driver that is too old, a torch without CUDA, no devices

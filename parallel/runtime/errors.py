@@ -1,4 +1,4 @@
-"""The exceptions that end a run without being a crash: the user can fix something, or has asked for the end."""
+"""Exceptions that end a run without a crash: the user can fix something, or has asked for the end."""
 
 import signal
 
@@ -12,12 +12,12 @@ class UserError(ValueError):
 
 
 class PreemptedError(Exception):
-    """The run was told to end by this signal, and has saved. Entry points exit with the status PREEMPTED."""
+    """The end of a run that received a signal and has saved. Entry points exit with the status PREEMPTED."""
 
     def __init__(self, told: signal.Signals):
         super().__init__(told)
         self.told = told
 
 
-# EX_TEMPFAIL of sysexits.h: try again later.
+# EX_TEMPFAIL of sysexits.h, which asks for another try later.
 PREEMPTED = 75

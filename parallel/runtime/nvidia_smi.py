@@ -1,15 +1,20 @@
-"""What nvidia-smi tells of the driver and its GPUs. Imports no torch."""
+"""The driver and its GPUs as nvidia-smi lists them. Imports no torch."""
 
 import shutil
 import subprocess
 from dataclasses import dataclass
 
-SECONDS = 60.0  # it can hang where a GPU has fallen off its bus
+SECONDS = 60.0  # nvidia-smi can hang if a GPU has fallen off its bus
 
 
 @dataclass(frozen=True)
 class Driver:
-    """gpus: their names, in order. version: None without a GPU. failure: its words where it ended with an error."""
+    """The answer of nvidia-smi.
+
+    gpus: names of the GPUs, in order.
+    version: version of the driver; None without a GPU.
+    failure: message of nvidia-smi if it ended with an error, else empty.
+    """
 
     gpus: tuple[str, ...] = ()
     version: str | None = None
@@ -17,7 +22,7 @@ class Driver:
 
 
 def read_driver() -> Driver | None:
-    """None where there is no such command."""
+    """Run nvidia-smi and return its answer; None if there is no such command."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return None

@@ -1,10 +1,11 @@
-"""Helper processes end when the process that started them ends, by whatever signal, and so does all that they started.
+"""Helper processes that end when the process that started them, the owner, ends by any signal, with all their children.
 
-Owner and helper share a pipe, the lifeline, to which nobody writes. When the owner is gone, however it went, the system
-closes its end and sends SIGKILL to the helper's process group. No code of the helper runs for that, so nothing that it
-does, blocks or ignores can prevent it; only what leaves the group is spared.
+Owner and helper share a pipe, the lifeline, to which neither writes. When the owner ends, the system closes its end of
+the pipe and sends SIGKILL to the helper's process group. No code of the helper runs for this, so the helper cannot
+prevent it; only a process that leaves the group survives.
 
-Not PR_SET_PDEATHSIG: that fires when the *thread* that started the helper ends, and spares the helper's children.
+PR_SET_PDEATHSIG does not suffice: it fires when the thread that started the helper ends, and spares the helper's
+children.
 
 This module needs the standard library alone.
 """
@@ -21,30 +22,31 @@ from typing import Any
 class Helper:
     """A command in a session of its own, without standard input, tied to this process by a lifeline.
 
-    stdout: a descriptor; what it prints goes to our standard error unless told otherwise, never to standard output,
-    which may be a pipe to a program that reads results. options: those of subprocess.Popen.
+    stdout: descriptor for the helper's output and errors; default: this process's standard error. Standard output may
+        be a pipe to a program that reads results.
+    options: options of subprocess.Popen.
     """
 
     def __init__(
         self, command: Sequence[str | os.PathLike], *, stdout: int = 2, pass_fds: Sequence[int] = (), **options: Any
     ):
-        theirs, self._lifeline = os.pipe()
+        helper_end, self._lifeline = os.pipe()
         try:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stdout,
-                pass_fds=(*pass_fds, theirs),
-                start_new_session=True,  # a group of its own, which Ctrl-C does not reach: the owner handles that
+                pass_fds=(*pass_fds, helper_end),
+                start_new_session=True,  # a group of its own, which Ctrl-C does not reach: the owner handles Ctrl-C
                 **options,
             )
-            tie(theirs, -self._process.pid)
+            tie(helper_end, -self._process.pid)
         except BaseException:
             os.close(self._lifeline)
             raise
         finally:
-            os.close(theirs)
+            os.close(helper_end)
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
@@ -54,7 +56,7 @@ class Helper:
         return self._process.wait(timeout)
 
     def kill(self) -> int:
-        """End it and everything that it started; returns its exit status."""
+        """End the helper and its process group; return its exit status."""
         with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of the group
             os.killpg(self.pid, signal.SIGKILL)
         status = self.wait()
@@ -63,11 +65,11 @@ class Helper:
 
 
 def tie(lifeline: int, whom: int) -> None:
-    """Have the system kill `whom` when the other end of the pipe `lifeline` closes.
+    """Make the system kill `whom` when the other end of the pipe `lifeline` closes.
 
-    whom: a process, or, negative, a process group. One of its members has to keep `lifeline` open.
+    whom: id of a process, or minus the id of a process group. One of its members must keep `lifeline` open.
     """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, whom)
-    if hasattr(fcntl, "F_SETSIG"):  # elsewhere the signal is SIGIO, whose default is to end a process as well
+    if hasattr(fcntl, "F_SETSIG"):  # other systems send SIGIO, which also ends a process by default
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

@@ -1,10 +1,12 @@
-"""From the host to the device."""
+"""Copies from the host to the device."""
 
 import torch
 from torch import Tensor
 
 
 def upload(host: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, for which the host does not wait: it is made from pinned memory, which PyTorch keeps until
-    then. On a CPU the tensor itself."""
+    """Copy a tensor to the device without a wait of the host; on a CPU return the tensor itself.
+
+    PyTorch keeps the pinned memory until the copy is done.
+    """
     return host.pin_memory().to(device, non_blocking=True)

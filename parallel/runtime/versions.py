@@ -1,7 +1,7 @@
-"""The one table of versions that go together, and of what was run with them.
+"""The table of versions that go together, and of the runs with them.
 
-docs/versions.md is printed from it, `isoloss.tools.doctor` judges an installation by it, and a broadcast of weights
-asks it before a group of trainer and servers is formed. Facts are those of package metadata on PyPI (Requires-Dist),
+docs/versions.md is printed from this table, `isoloss.tools.doctor` checks an installation against it, and a broadcast
+of weights reads it before trainer and servers form a group. Facts are from package metadata on PyPI (Requires-Dist),
 for Linux on x86-64. Imports no torch.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 OLDEST_PYTHON = (3, 11)
-OLDEST_TORCH = "2.11"  # the first with all that the code calls
+OLDEST_TORCH = "2.11"  # the first with all functions that the code calls
 WEIGHT_SYNCS = ("broadcast", "tensor", "disk")  # values of rollout.weight_sync
 # Oldest major version of the NVIDIA driver for a torch that was built for this major version of CUDA.
 OLDEST_DRIVER = {12: 525, 13: 580}
@@ -17,14 +17,14 @@ OLDEST_DRIVER = {12: 525, 13: 580}
 
 @dataclass(frozen=True)
 class VersionSet:
-    """Versions for one environment of the trainer, and the servers beside it.
+    """Versions for one environment of the trainer, and for its servers.
 
-    cuda, nccl: those of the torch wheel; None in a build for the CPU.
-    transformer_engine: the range that megatron_core asks for; None where there is none to use.
-    sglang: of the servers, in an environment of their own.
-    weight_syncs: the values of rollout.weight_sync that such servers can have.
+    cuda, nccl: versions of the torch wheel; None in a build for the CPU.
+    transformer_engine: range that megatron_core requires; None if Transformer Engine cannot be used.
+    sglang: version of the servers, in an environment of their own.
+    weight_syncs: values of rollout.weight_sync that work with such servers.
     driver: oldest major version of the NVIDIA driver.
-    run: what was run with it, and what was not.
+    run: list, in words, of runs with these versions and of parts that were not run.
     """
 
     name: str
@@ -42,11 +42,11 @@ class VersionSet:
 
 @dataclass(frozen=True)
 class Images:
-    """What recipes/containers/Dockerfile is made of.
+    """Versions in recipes/containers/Dockerfile.
 
-    set: the name of the versions.
-    cuda: of the base image, nvidia/cuda; with the nvcc that builds kernels for torch.
-    transformer_engine: that of the extra isoloss[gpu].
+    set: name of the set of versions.
+    cuda: version of the base image, nvidia/cuda, with the nvcc that builds kernels for torch.
+    transformer_engine: version of the extra isoloss[gpu].
     """
 
     set: str
@@ -56,7 +56,7 @@ class Images:
 
 @dataclass(frozen=True)
 class TorchWheel:
-    """A torch of PyPI. nccl: the version of nvidia-nccl that it pins."""
+    """A torch wheel of PyPI. nccl: version of nvidia-nccl that the wheel pins."""
 
     version: str
     cuda: str
@@ -65,7 +65,7 @@ class TorchWheel:
 
 @dataclass(frozen=True)
 class ServerRelease:
-    """A release of SGLang. torch: the version that it pins. nccl: what that wheel of torch pins."""
+    """A release of SGLang. torch: version that the release pins. nccl: version that this wheel of torch pins."""
 
     sglang: str
     python: str
@@ -77,8 +77,9 @@ class ServerRelease:
 class MegatronRelease:
     """A release of Megatron-Core.
 
-    transformer_engine: the range of its metadata.
-    usable: isoloss runs with it. use: what was run, or why nothing does.
+    transformer_engine: range in the metadata of the release.
+    usable: True if isoloss runs with the release.
+    use: reason why isoloss does or does not run with it.
     """
 
     version: str
@@ -125,26 +126,26 @@ NEWEST_MEGATRON = [release.version for release in MEGATRON_RELEASES if release.u
 
 
 def public(version: str) -> str:
-    """Without the part that names a build: 2.13.0+cu130 is 2.13.0."""
+    """Strip the name of the build: 2.13.0+cu130 is 2.13.0."""
     return version.partition("+")[0]
 
 
 def set_of_images() -> VersionSet:
-    return next(each for each in SETS if each.name == IMAGES.set)
+    return next(versions for versions in SETS if versions.name == IMAGES.set)
 
 
 def nccl_of_torch(torch: str) -> str | None:
-    """What the wheel of that version pins; None for one that is not in the table."""
+    """Return the NCCL that the wheel of a torch version pins; None if the table does not have the version."""
     return next((wheel.nccl for wheel in TORCH_WHEELS if wheel.version == public(torch)), None)
 
 
 def nccl_of_sglang(sglang: str | None) -> str | None:
-    """What an installation of that release from its wheel has; None for one that is not in the table."""
+    """Return the NCCL of a release of SGLang installed from its wheel; None if the table does not have the release."""
     return next((release.nccl for release in SERVER_RELEASES if release.sglang == sglang), None)
 
 
 def version_of(package: str) -> str | None:
-    """None where nobody installed it, such as a checkout that is imported from its folder."""
+    """Return the version of a package; None if it is not installed, such as a checkout imported from its folder."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -152,18 +153,19 @@ def version_of(package: str) -> str | None:
 
 
 def installed_nccl(cuda: str | None) -> str | None:
-    """The NCCL that a torch for that CUDA loads: of its package, which may be another than torch was built with.
-    None where torch brings its own, and in a build for the CPU."""
+    """Return the version of the NCCL package that a torch for this CUDA loads; torch may be built with another version.
+
+    None if torch has NCCL built in, and in a build for the CPU.
+    """
     return version_of(f"nvidia-nccl-cu{cuda.partition('.')[0]}") if cuda else None
 
 
 def foreign_nccl(torch: str, nccl: str | None, sglang: str | None) -> str | None:
-    """The NCCL of servers of that release, where a trainer with these versions can form no group with them; None where
-    it can, and where that cannot be told.
+    """Return the NCCL of servers of an SGLang release if a trainer with these versions cannot form a group with them.
 
-    NCCL forms no group across versions ("Mismatched NCCL version detected"). A server tells its release and not its
-    NCCL, which a container image may have exchanged. So a trainer whose NCCL is not that of its torch wheel is let
-    pass: it was chosen, and for that purpose.
+    None if it can, and if that is unknown. NCCL forms no group across versions ("Mismatched NCCL version detected"). A
+    server reports its release and not its NCCL, which a container image may have replaced. So a trainer whose NCCL is
+    not the one of its torch wheel is accepted: its NCCL was chosen for that purpose.
     """
-    theirs = nccl_of_sglang(sglang)
-    return theirs if theirs != nccl and nccl is not None and nccl == nccl_of_torch(torch) else None
+    server_nccl = nccl_of_sglang(sglang)
+    return server_nccl if server_nccl != nccl and nccl is not None and nccl == nccl_of_torch(torch) else None

@@ -1,7 +1,6 @@
 """A run of a recipe in processes of its own, to be disturbed, and what can be seen of it from outside."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ from support.runs.runs import TIMES
 from support.runs.waiting import LONG, until
 
 from isoloss.engine.rl.backends.servers.fault_counts import NAMES as COUNTS
+from isoloss.engine.run.records import read_rows
 
 TESTS = Path(__file__).parents[1]
 MARK = "ISOLOSS_TEST_MARK"
@@ -154,10 +154,8 @@ class Job:
         return (self.folder / f"said-{range(self.starts)[start]:03d}").read_text(errors="replace")
 
     def rows(self, file: str) -> list[dict[str, Any]]:
-        """Of a file of its folder, without times and what was done to servers; the last line may be half written."""
-        path = self.out / file
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        rows = [json.loads(line) for line in text.split("\n")[: text.count("\n")]]
+        """Return the rows of a file of its folder, without times and counts of what was done to servers."""
+        rows = read_rows(self.out / file) if (self.out / file).exists() else ()
         return [{key: value for key, value in row.items() if key not in (*TIMES, *COUNTS)} for row in rows]
 
     def done(self) -> int:

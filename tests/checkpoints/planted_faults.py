@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from isoloss.models.conversion import mcore_to_hf
+from isoloss.models.kinds.mappings import QKV, GatedMLP
+from isoloss.models.kinds.weight import Part, Weight
 from isoloss.models.rope import Rope
 from isoloss.models.weights import checkpoint_read, hf_checkpoint
-from isoloss.models.weights.mappings import QKV, GatedMLP
-from isoloss.models.weights.weight_map import Part, Weight, weight_map
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.tools.convert import verify_tensors
 
 

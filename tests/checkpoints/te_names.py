@@ -14,9 +14,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from support.models import plain_megatron
 
 from isoloss.models.families.registry import read_architecture
+from isoloss.models.kinds.mappings import padded_vocab_size
 from isoloss.models.weights.checkpoint_names import checkpoint_rows, native_style
 from isoloss.models.weights.hf_checkpoint import HFReader
-from isoloss.models.weights.mappings import padded_vocab_size
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout, Mesh
 

@@ -8,17 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 from support.models import plain_megatron
+from support.models.decoders import attending
 from support.models.families import FAMILIES, VOCAB
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import read_architecture
+from isoloss.models.kinds.asymmetric import Asymmetric
+from isoloss.models.kinds.weight import Part
 from isoloss.models.weights.checkpoint_names import Style
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.distcp import Folder
 from isoloss.models.weights.hf_checkpoint import HFReader
 from isoloss.models.weights.manifest import Manifest
-from isoloss.models.weights.weight_map import Part, weight_map
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel.runtime.errors import UserError
 
 
@@ -41,7 +44,8 @@ def read_all(folder: Path, arch: Architecture) -> None:
 
 def native(style: str, arch) -> Style:
     """What Megatron-Core makes of "stacked" where layers differ."""
-    differ = arch.delta or arch.windowed or (arch.experts and arch.experts.dense_layers)
+    asymmetric = any(isinstance(kind, Asymmetric) for kind in arch.attentions)
+    differ = any(arch.linear) or asymmetric or len(set(arch.sparse)) > 1
     return Style.PER_LAYER if style == "stacked" and differ else Style(style)
 
 
@@ -121,10 +125,13 @@ def test_what_does_not_belong_to_the_model_is_named(checkpoint):
     hf, folder = checkpoint
     arch = read_architecture(hf)
     for changed, says in (
-        (replace(arch, num_layers=5), r"linear_qkv.layer_norm_weight has shape \[4, 56\] where .* \[5, 56\]"),
+        (
+            replace(arch, layers=arch.layers[:1] * 5),
+            r"linear_qkv.layer_norm_weight has shape \[4, 56\] where .* \[5, 56\]",
+        ),
         (replace(arch, vocab_size=600), r"word_embeddings.weight has shape \[512, 56\] where .* \[600, 56\]"),
         (replace(arch, tie_embeddings=True), r"has output_layer.weight \(1 such\), a tensor that the model"),
-        (replace(arch, qk_norm=True), r"lacks decoder.layers.self_attention.q_layernorm.weight, which"),
+        (attending(arch, qk_norm="head"), r"lacks decoder.layers.self_attention.q_layernorm.weight, which"),
     ):
         with pytest.raises(UserError, match=says):
             CheckpointWeights(folder, changed)

@@ -28,10 +28,10 @@ from isoloss.models.conversion.hf_to_mcore import plan
 from isoloss.models.conversion.mcore_to_hf import plan_export
 from isoloss.models.conversion.plan import FilePlan
 from isoloss.models.families.registry import read_architecture
+from isoloss.models.kinds.mappings import padded_vocab_size
 from isoloss.models.weights import manifest
 from isoloss.models.weights.checkpoint_names import Style, checkpoint_rows
 from isoloss.models.weights.hf_checkpoint import INDEX, SINGLE, HFReader
-from isoloss.models.weights.mappings import padded_vocab_size
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel.runtime.errors import UserError
 

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import read_architecture
+from isoloss.models.kinds.mappings import QKV, GatedMLP
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.weights.checkpoint_names import Style, checkpoint_rows
-from isoloss.models.weights.mappings import QKV, GatedMLP
-from isoloss.models.weights.weight_map import Weight, weight_map
+from isoloss.models.weights.weight_map import weight_map
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ORACLE = json.loads((Path(tiny_models.__file__).parent / "hashes.json").read_text(encoding="utf-8"))

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from isoloss.engine.rl.backends.local import transformers_backend
 from isoloss.models.conversion.mcore_to_hf import plan_export
 from isoloss.models.families.registry import read_architecture
+from isoloss.models.kinds.weight import Part
 from isoloss.models.weights.hf_checkpoint import HFReader
-from isoloss.models.weights.weight_map import Part, hf_shapes, weight_map
+from isoloss.models.weights.weight_map import hf_shapes, weight_map
 from isoloss.parallel import UserError
 from isoloss.tools.convert import __main__ as convert
 
@@ -24,6 +25,7 @@ from isoloss.tools.convert import __main__ as convert
 WRITERS = {
     "qwen3.5": (write_multimodal, "Qwen3_5ForCausalLM"),
     "gemma-4": (write_gemma_4, "Gemma4ForCausalLM"),
+    "gemma-4-moe": (partial(write_gemma_4, text="gemma-4-moe"), "Gemma4ForCausalLM"),
     "mistral": (partial(write_mistral3, text="mistral"), "MistralForCausalLM"),
     "mistral by common names": (partial(write_mistral3, text="mistral", common=True), "MistralForCausalLM"),
     "ministral-3": (partial(write_mistral3, text="ministral-3"), "Ministral3ForCausalLM"),

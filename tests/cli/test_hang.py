@@ -10,7 +10,7 @@ from support.ranks.te_pool import environment
 from support.runs import warm
 from support.runs.waiting import LONG
 
-from isoloss.engine.instruments.watchdog import Frame, Place, Watchdog, place_of, report, unfinished
+from isoloss.engine.instruments.watchdog import Frame, Position, Watchdog, position_of, report, unfinished
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 COLLECTIVE = r"(all_reduce|all_gather|barrier|all_gather_object|monitored_barrier)"
@@ -78,7 +78,7 @@ def test_a_process_that_moves_lives_and_one_that_does_not_ends(tmp_path):
     ended = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False, timeout=LONG)
     assert ended.stdout == "moved False\n" and ended.returncode == 1
     assert "train.timeout=2 seconds: rank 0: at <string>:" in ended.stderr and "in stuck; the stacks" in ended.stderr
-    assert place_of((tmp_path / "stacks" / "rank_0.txt").read_text()).frame.name == "stuck"
+    assert position_of((tmp_path / "stacks" / "rank_0.txt").read_text()).frame.name == "stuck"
 
 
 def test_stacks_of_a_rank_that_went_on_are_forgotten(tmp_path):
@@ -112,20 +112,20 @@ IN_ALL_REDUCE = """  File "/site/torch/distributed/distributed_c10d.py", line 30
 
 
 def test_where_a_rank_is_by_its_stacks():
-    assert place_of(DUMP + IN_ALL_REDUCE) == Place("all_reduce", Frame("/code/app.py", 9, "<module>"))
+    assert position_of(DUMP + IN_ALL_REDUCE) == Position("all_reduce", Frame("/code/app.py", 9, "<module>"))
     at_work = '  File "/code/reward.py", line 3 in score\n' + IN_ALL_REDUCE.splitlines()[-1] + "\n"
-    assert place_of(DUMP + at_work) == Place(None, Frame("/code/reward.py", 3, "score"))
+    assert position_of(DUMP + at_work) == Position(None, Frame("/code/reward.py", 3, "score"))
     # Backward of a device runs in a thread of its own; a checkpoint's thread may wait meanwhile.
     backward = '  File "/site/torch/autograd/graph.py", line 8 in _engine_run_backward\n'
-    assert place_of(DUMP + backward).collective is None
+    assert position_of(DUMP + backward).collective is None
     device = f"{DUMP}{backward}\nThread 0x00000000000000cc (most recent call first):\n{IN_ALL_REDUCE}"
-    assert place_of(device).collective == "all_reduce"
-    assert place_of(DUMP.partition("Timeout")[0]) is None and place_of("") is None
+    assert position_of(device).collective == "all_reduce"
+    assert position_of(DUMP.partition("Timeout")[0]) is None and position_of("") is None
 
 
 def test_who_keeps_whom_waiting():
-    waiting, other = Place("all_reduce", Frame("/a.py", 1, "f")), Place("barrier", Frame("/b.py", 2, "g"))
-    at_work = Place(None, Frame("/c.py", 3, "h"))
+    waiting, other = Position("all_reduce", Frame("/a.py", 1, "f")), Position("barrier", Frame("/b.py", 2, "g"))
+    at_work = Position(None, Frame("/c.py", 3, "h"))
     told = report({0: waiting, 1: other, 2: waiting, 3: at_work}, {4: ""}, 60.0, Path("out/stacks"))
     assert "for train.timeout=60 seconds: rank 4 does not answer; the stacks of all ranks are in out/stacks;" in told[0]
     assert told[1:] == [

@@ -77,7 +77,7 @@ def test_torchrun_passes_the_second_one_on_as_sigterm(hanging):
 def test_one_rank_of_a_node_tells_of_it(monkeypatch, capfd):
     for local_rank in range(3):
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        interrupts._tell("interrupted")
+        interrupts._report("interrupted")
     assert capfd.readouterr() == ("", "isoloss: interrupted\n")
 
 

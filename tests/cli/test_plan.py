@@ -113,9 +113,9 @@ def test_seconds_of_a_batch_are_those_worked_out_by_hand(colocated, folder):
     servers = 4 if colocated else 2
     running = 16 // servers  # of 64 completions, no more at a time than rollout.concurrency on all servers
     assert (found.servers, found.server_gpus, found.running) == (servers, 1, running)
-    h, f, vocab, layers = arch.hidden_size, arch.intermediate_size, arch.vocab_size, 2
-    matrices = layers * (h * (4 + 2 * 2) * 8 + 4 * 8 * h + 3 * h * f)
-    norms = layers * (2 * h + (2 * 8 if arch.qk_norm else 0)) + h
+    (layer, _), h, vocab, layers = arch.layers, arch.hidden_size, arch.vocab_size, 2
+    matrices = layers * (h * (4 + 2 * 2) * 8 + 4 * 8 * h + 3 * h * layer.mlp.width)
+    norms = layers * (2 * h + (2 * 8 if layer.attention.qk_norm else 0)) + h
     weights = 2 * (matrices + norms + vocab * h * (1 if arch.tie_embeddings else 2))
     cache = running * (layers * 2 * 2 * 8 * 2) * 150  # half of the completions are written, on the average
     token = (weights + cache) / (0.8 * gpu.bandwidth)

@@ -18,11 +18,11 @@ from isoloss.engine.config.schema import CheckpointConfig, Config, ModelConfig
 from isoloss.engine.run.folder import Fingerprint
 from isoloss.engine.run.rank_agreement import (
     SAMPLE_BYTES,
+    checkpoint_fingerprints,
+    configuration_fingerprints,
     difference,
-    of_checkpoints,
-    of_configuration,
-    of_functions,
-    of_model,
+    function_fingerprints,
+    model_fingerprints,
     sample,
     spans,
 )
@@ -79,15 +79,15 @@ def model(tmp_path) -> Path:
 
 
 def differing(one: list[Fingerprint], other: list[Fingerprint]) -> list[str]:
-    assert [each.of for each in one] == [each.of for each in other]
-    return [each.of for each, again in zip(one, other) if each.value != again.value]
+    assert [each.name for each in one] == [each.name for each in other]
+    return [each.name for each, again in zip(one, other) if each.value != again.value]
 
 
 def test_every_key_is_compared_but_for_paths_of_a_node(model):
     config = Config(ModelConfig(str(model), from_scratch=True))
     elsewhere = replace(config, model=replace(config.model, path="/elsewhere"))
     elsewhere = replace(elsewhere, data=replace(config.data, train=("/elsewhere/rows.jsonl",), cache_dir="/scratch"))
-    assert differing(of_configuration(config), of_configuration(elsewhere)) == []
+    assert differing(configuration_fingerprints(config), configuration_fingerprints(elsewhere)) == []
     other = replace(
         config,
         train=replace(config.train, seed=config.train.seed + 1),
@@ -95,7 +95,7 @@ def test_every_key_is_compared_but_for_paths_of_a_node(model):
         parallel=replace(config.parallel, tp=2),
         data=replace(config.data, max_length=77),
     )
-    assert differing(of_configuration(config), of_configuration(other)) == [
+    assert differing(configuration_fingerprints(config), configuration_fingerprints(other)) == [
         "data.max_length", "parallel.tp", "optim.lr", "train.seed",
     ]  # fmt: skip
 
@@ -106,11 +106,13 @@ def test_what_a_model_folder_holds_is_compared(model, tmp_path):
     shutil.copytree(model, copy)
     other = Config(ModelConfig(str(copy), from_scratch=True))
     source = resolve(config)
-    assert differing(of_model(config, source), of_model(other, resolve(other))) == []
+    assert differing(model_fingerprints(config, source), model_fingerprints(other, resolve(other))) == []
     (copy / "chat_template.jinja").write_text((copy / "chat_template.jinja").read_text() + " ")
-    assert differing(of_model(config, source), of_model(other, resolve(other))) == ["the tokenizer"]
+    assert differing(model_fingerprints(config, source), model_fingerprints(other, resolve(other))) == ["the tokenizer"]
     (copy / "config.json").write_text(json.dumps(json.loads((copy / "config.json").read_text()) | {"rope_theta": 7.0}))
-    assert "the architecture of model.path" in differing(of_model(config, source), of_model(other, resolve(other)))
+    assert "the architecture of model.path" in differing(
+        model_fingerprints(config, source), model_fingerprints(other, resolve(other))
+    )
 
 
 def test_weights_are_sampled_from_end_to_end(tmp_path):
@@ -131,23 +133,23 @@ def test_weights_are_sampled_from_end_to_end(tmp_path):
 def test_texts_of_functions_are_compared_where_they_are_files(tmp_path):
     (tmp_path / "own.py").write_text("def reward(): return 1\n")
     functions = {"algorithm.loss": "clip", "reward.function[0]": f"{tmp_path}/own.py:reward", "x": "package.module:f"}
-    (before,) = of_functions(functions)
+    (before,) = function_fingerprints(functions)
     (tmp_path / "own.py").write_text("def reward(): return 2\n")
-    (after,) = of_functions(functions)
-    assert before.of == after.of == "the file of reward.function[0]"
+    (after,) = function_fingerprints(functions)
+    assert before.name == after.name == "the file of reward.function[0]"
     assert before.value != after.value
     (tmp_path / "own.py").unlink()  # on another node, which calls no rewards
-    assert of_functions(functions) == []
+    assert function_fingerprints(functions) == []
 
 
 def test_checkpoints_are_those_of_a_shared_folder(tmp_path):
     config = Config(ModelConfig("m"), output_dir=str(tmp_path))
-    assert of_checkpoints(config, "sft") == []
+    assert checkpoint_fingerprints(config, "sft") == []
     config = replace(config, checkpoint=CheckpointConfig(resume=True))
-    assert of_checkpoints(config, "sft")[0].value == "empty"
+    assert checkpoint_fingerprints(config, "sft")[0].value == "empty"
     for name in ("step_00000002", "step_00000010", "step_best"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert of_checkpoints(config, "sft")[0].value == "step_00000010, step_00000002"
+    assert checkpoint_fingerprints(config, "sft")[0].value == "step_00000010, step_00000002"
 
 
 def test_the_ranks_of_each_value_are_named():

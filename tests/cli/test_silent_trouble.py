@@ -13,8 +13,8 @@ from support.runs.training import config_of, samples, size
 from isoloss.engine.config.schema import Config, TrainConfig
 from isoloss.engine.data.dataset import step_indices
 from isoloss.engine.instruments.files import JsonLines
+from isoloss.engine.run.health import Share, slow_ranks
 from isoloss.engine.run.spikes import FEWEST, BadStepGuard
-from isoloss.engine.run.stragglers import Share, slow_ranks
 from isoloss.engine.step.engine import Engine, Limits, OptimResult
 from isoloss.engine.step.forward_backward import StepMetrics
 from isoloss.engine.step.losses import Loss, Term
@@ -42,8 +42,8 @@ def guard_after(steps: int, tmp_path: Path, watched=("loss", "grad_norm"), **opt
 def test_the_limits_are_a_multiple_of_the_median(tmp_path):
     assert guard_after(FEWEST - 1, tmp_path).limits() == Limits()
     guard = guard_after(FEWEST, tmp_path, spike_factor=4.0)
-    assert guard.limits() == Limits(10.0, 6.0) and guard.not_to_apply() == Limits()
-    assert guard_after(FEWEST, tmp_path, spike_factor=4.0, skip_spikes=True).not_to_apply() == Limits(10.0, 6.0)
+    assert guard.limits() == Limits(10.0, 6.0) and guard.apply_limits() == Limits()
+    assert guard_after(FEWEST, tmp_path, spike_factor=4.0, skip_spikes=True).apply_limits() == Limits(10.0, 6.0)
     assert guard_after(FEWEST, tmp_path, ("grad_norm",), spike_factor=4.0).limits() == Limits(math.inf, 6.0)
     assert guard_after(FEWEST, tmp_path, spike_factor=None).limits() == Limits()
 

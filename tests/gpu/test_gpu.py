@@ -23,8 +23,9 @@ from transformers import AutoModelForCausalLM
 
 from isoloss.engine.config.schema import Config
 from isoloss.parallel import Layout, Mesh
-from isoloss.parallel.attention import Heads, PackedRow, grid_attention
-from isoloss.parallel.vocab import unrounded_logits
+from isoloss.parallel.attention import PackedRow, grid_attention
+from isoloss.parallel.loss_head import unrounded_logits
+from isoloss.parallel.ops.block_attention import Heads
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.prove import proof
 from isoloss.tools.prove.bugs import NO_BUG, PLANTED_BUGS

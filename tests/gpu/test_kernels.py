@@ -70,7 +70,7 @@ def test_a_gated_delta_rule_loses_no_more_than_products_by_chunks(lengths):
 
     def run(rule, convolution, dtype=None):
         leaves = [t.cuda().to(dtype or t.dtype).requires_grad_() for t in (query, key, value, decay, rate, x, weight)]
-        out = rule.delta_rule(*leaves[:5], lengths, VarlenCache())
+        out = rule.delta_rule(gated_delta.DeltaInputs(*leaves[:5]), lengths, VarlenCache())
         mixed = convolution.short_convolution(*leaves[5:], lengths, VarlenCache())
         mixed.square().sum().backward()
         (out * grad.cuda().to(out.dtype)).sum().backward()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from isoloss.engine.batching.packing import PackedBatch
 from isoloss.engine.config.schema import Config
 from isoloss.engine.sft import loop
-from isoloss.engine.step import forward_backward
+from isoloss.engine.step import forward_backward, step_batch
 from isoloss.engine.step.forward_backward import CanaryError
 from isoloss.parallel.normalizer import TokenCounts
 
@@ -33,8 +33,8 @@ def lost_target(batch: PackedBatch) -> PackedBatch:
 def fault(name: str) -> Iterator[None]:
     """In the last rank alone, from the second call of the function on."""
     count, pack, schedule, calls = (
-        forward_backward.count_tokens,
-        forward_backward.pack,
+        step_batch.count_tokens,
+        step_batch.pack,
         forward_backward.run_schedule,
         [],
     )
@@ -61,8 +61,8 @@ def fault(name: str) -> Iterator[None]:
         return schedule(mesh, chunks, micro_batches, rows, *rest, **options)
 
     planted = {
-        "counts": (forward_backward, "count_tokens", of_its_own),
-        "target": (forward_backward, "pack", packed),
+        "counts": (step_batch, "count_tokens", of_its_own),
+        "target": (step_batch, "pack", packed),
         "micro-batch": (forward_backward, "run_schedule", scheduled),
     }[name]
     with mock.patch.object(*planted):

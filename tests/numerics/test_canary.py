@@ -11,7 +11,7 @@ from numerics import canary
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import BatchConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
-from isoloss.engine.step import forward_backward
+from isoloss.engine.step import step_batch
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.forward_backward import CanaryError, check_canary
 from isoloss.engine.step.losses import Loss, Term, negative_log_likelihood
@@ -53,13 +53,13 @@ def test_every_aggregation_of_a_loss_is_watched(inputs, one_rank, monkeypatch):
     tokens = torch.arange(1, 9)
     samples, engine = [Sample(tokens, tokens > 2)], Engine(Config(ModelConfig(f"{inputs}/model", from_scratch=True)))
     assert engine.evaluate(samples, Loss(tuple(terms))).weight_sum == pytest.approx(1, abs=1e-6)
-    pack = forward_backward.pack
+    pack = step_batch.pack
 
     def spoiled(*arguments):
         batch = pack(*arguments)
         return dataclasses.replace(batch, weights_AN=batch.weights_AN * torch.tensor([[1.0], [1.25]]))
 
-    monkeypatch.setattr(forward_backward, "pack", spoiled)
+    monkeypatch.setattr(step_batch, "pack", spoiled)
     with pytest.raises(CanaryError, match=r"add up to 7\.5, but 6 valid tokens in 1 sequences promise 6\.0"):
         engine.evaluate(samples, Loss(tuple(terms)))
 

@@ -62,7 +62,7 @@ def grid(grid_of) -> Grid:
 
 def test_the_grid_is_what_it_says(grid):
     """Both kinds of layer, a slow decay and a fast one, and every parameter of them is compared."""
-    assert grid.arch.delta is not None and grid.arch.delta.layers == (True, False, True, False)
+    assert grid.arch.linear == (True, False, True, False)
     weights = {weight.name: weight for weight in weight_map(grid.arch)}
     decays = RandomWeights(grid.arch, 3).whole(weights["decoder.layers.2.self_attention.A_log"]).exp()
     assert decays.min() < 1 < 8 < decays.max()

@@ -75,9 +75,7 @@ def test_a_host_tensor_beside_a_device_tensor_raises(outcomes, fault):
 @pytest.mark.parametrize("fault", [WAITS])
 def test_one_more_wait_of_a_micro_batch_is_told(outcomes, fault):
     told = device_lint.differences(device_lint.pinned()["tp"], outcomes[RUN_OF[fault]])
-    place = (
-        "forward and backward, a micro-batch: wait, item: isoloss/engine/step/forward_backward.py run_step.token_loss"
-    )
+    place = "forward and backward, a micro-batch: wait, item: isoloss/engine/step/forward_backward.py _loss"
     at = [line for line in told if line.startswith(place)]
     assert len(at) == 1 and at[0].startswith(
         f"{place}: 1, more than the pinned 0: 1 at isoloss/engine/step/forward_backward.py:"

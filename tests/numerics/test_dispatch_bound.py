@@ -22,7 +22,7 @@ from isoloss.engine.config.schema import (
     ParallelConfig,
     TrainConfig,
 )
-from isoloss.engine.run.run import metrics_row
+from isoloss.engine.run.metrics import metrics_row
 from isoloss.engine.step.engine import OptimResult
 from isoloss.engine.step.forward_backward import StepMetrics
 from isoloss.tools.prove.parity import freeze

@@ -41,9 +41,11 @@ def grid(pool, tmp_path_factory) -> Grid:
 
 def test_the_grid_is_what_it_says(grid):
     """Both kinds of layer, and every parameter of them is compared."""
-    assert [grid.arch.kv_heads(layer) for layer in range(4)] == [8, 4, 8, 4]
-    assert [grid.arch.key_dim(layer) for layer in range(4)] == [12, 20, 12, 20]
-    assert [grid.arch.projects_values(layer) for layer in range(4)] == [True, False, True, False]
+    attentions = [layer.attention for layer in grid.arch.layers]
+    assert [(kind.kv_heads, kind.head_dim, kind.keys_as_values) for kind in attentions] == [
+        (8, 12, False),
+        (4, 20, True),
+    ] * 2
     compared = grid.reference(CASES[0]).parameters.keys()
     for name in ("self_attention.q_layernorm", "self_attention.k_layernorm", "post_self_attn_layernorm",
                  "post_mlp_layernorm", "pre_mlp_layernorm", "self_attention.linear_qkv"):  # fmt: skip

@@ -69,6 +69,7 @@ MODELS = {
     "minimax-m2": families.published("minimax-m2", **MINIMAX_M2),
     "mimo-v2-flash": families.published("mimo-v2-flash", **MIMO),
     "gemma-4": families.published("gemma-4", **GEMMA_4),
+    "26b-a4b": published.GEMMA_4_26B_A4B | {"layer_types": None, "num_hidden_layers": 12},
     "qwen3.5-27b": published.QWEN35_27B | FEWER,
     "qwen3.5-35b-a3b": families.published("qwen3.5-moe", **DELTA, **QWEN_35B_A3B),
     "ministral-3": families.published(
@@ -118,6 +119,7 @@ ROWS = (
     ("gemma-4", 16, 0, "parallel.tp=4", "parallel.ulysses=2", "batch.max_tokens=32768", KEEP),
     ("gemma-4", 16, 0, "parallel.tp=2", "parallel.ring=2", "parallel.pp=2", "memory.recompute=selective"),
     ("gemma-4", 16, 0, "parallel.tp=4", "parallel.pp=2", FULL),
+    ("26b-a4b", 8, 0, "parallel.ep=8", "parallel.tp=2", KEEP),
     ("qwen3.5-27b", 8, 0, "parallel.tp=4", "memory.recompute=selective"),
     ("qwen3.5-27b", 16, 0, "parallel.tp=8", KEEP),
     ("qwen3.5-27b", 16, 0, "parallel.tp=4", FULL),

@@ -122,7 +122,7 @@ def test_the_grid_is_what_it_says(grids):
         grid = grids(model)
         reference = grid.reference(SUM)
         compared = reference.parameters.keys()
-        sparse = [layer for layer in range(grid.arch.num_layers) if grid.arch.has_experts(layer)]
+        sparse = [layer for layer, sparse in enumerate(grid.arch.sparse) if sparse]
         assert len(sparse) == 4 - (model in FIRST_LAYER_DENSE)
         wanted = {f"decoder.layers.{layer}.mlp.router.weight" for layer in sparse}
         for layer, expert, part in itertools.product(sparse, range(grid.arch.experts.count), (1, 2)):

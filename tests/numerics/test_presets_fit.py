@@ -18,7 +18,7 @@ LEFT_TO_THE_TRAINER = 2  # GiB that it may keep while servers on its GPUs genera
 PLANNED = cluster_presets("sft", "grpo")  # DAPO's presets are GRPO's: tests/unit/test_presets.py
 # Presets whose dry runs share a process.
 QUICK = ("sft/8b_h100", "grpo/32b_colocated_h100")
-EXPERTS = tuple(str(preset) for preset in PLANNED if preset.size == "30b_a3b")
+EXPERTS = tuple(str(preset) for preset in PLANNED if preset.size in ("30b_a3b", "26b_a4b"))
 GROUPS = {
     "quick": QUICK,
     "experts": EXPERTS,

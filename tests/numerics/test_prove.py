@@ -21,7 +21,7 @@ from isoloss.tools.prove import __main__ as prove
 from isoloss.tools.prove import proof
 from isoloss.tools.prove.bugs import NO_BUG, PLANTED_BUGS
 from isoloss.tools.prove.bugs.dense import DENSE
-from isoloss.tools.prove.bugs.prefixes import PREFIXES
+from isoloss.tools.prove.bugs.policy import PREFIXES
 from isoloss.tools.prove.certificate import ProofRun, claims, verdict
 from isoloss.tools.prove.parity import Case, Measurement, Norms, Tolerance, compare
 

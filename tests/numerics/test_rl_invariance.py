@@ -25,7 +25,7 @@ from isoloss.parallel import Layout
 from isoloss.parallel.aggregation import MODES
 from isoloss.tools.prove.bugs.policy import POLICY
 from isoloss.tools.prove.parity import TOLERANCE, Case, compare
-from isoloss.tools.prove.synthetic_rollouts import rollout_fields
+from isoloss.tools.prove.proof import rollout_fields
 
 LAYOUTS = (
     "1", "ulysses2", "ulysses4", "ulysses8", "tp2", "pp2", "dp2", "dp4", "tp2+pp2+ulysses2", "ring4", "ulysses2+ring2",

@@ -15,7 +15,7 @@ from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import BatchConfig, Config, MemoryConfig, ModelConfig, MoeConfig, TrainConfig
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.tools.prove.parity import Case
-from isoloss.tools.prove.synthetic_rollouts import rollout_fields
+from isoloss.tools.prove.proof import rollout_fields
 
 SHARED = BatchConfig(share_prefixes=True)
 LAYOUTS = (

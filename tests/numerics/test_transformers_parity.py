@@ -7,7 +7,6 @@ softmax) are compiled again in fp64; rotary angles stay fp32 on both sides and a
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,11 +28,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from isoloss.engine.batching.sample import Sample
-from isoloss.models import model as model_module
 from isoloss.models.families.registry import FAMILIES
+from isoloss.models.kinds.weight import Part
 from isoloss.models.weights.hf_checkpoint import HFReader
-from isoloss.models.weights.weight_map import Part
-from isoloss.parallel import attention, vocab
+from isoloss.parallel import attention, loss_head
 from isoloss.parallel.ops import row_blocks
 
 LENGTHS = (2, 40, 17, 1, 29, 33, 110, 9, 12)  # one far beyond the windows and the original lengths of scaled rotations
@@ -143,8 +141,7 @@ def test_long_documents_and_a_vocabulary_in_chunks(name, one_rank, monkeypatch, 
     """Micro-batches of more tokens than the blocks in which masked attention takes its queries, and of more labeled
     positions than the loss head takes at a time: a window, and sinks, reach over the borders."""
     monkeypatch.setattr(row_blocks, "CACHED_ELEMENTS", 5 * VOCAB)
-    loss_head = partial(vocab.vocab_parallel_logprobs, chunk_elements=100 * VOCAB)
-    monkeypatch.setattr(model_module, "vocab_parallel_logprobs", loss_head)
+    monkeypatch.setattr(loss_head, "CHUNK_ELEMENTS", 100 * VOCAB)
     folder = write_folder(name, tmp_path / "in", max_position_embeddings=2048)
     lengths = (1200, 3, 700, 9)
     assert max(lengths) > 2 * attention.QUERY_BLOCK
@@ -176,8 +173,8 @@ def test_rotary_angles_are_bit_equal_to_those_of_transformers(folder, one_rank):
     rotary = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb
     positions = torch.arange(engine.arch.max_positions)
     kinds = [{"layer_type": kind} for kind in getattr(rotary, "layer_types", ())] or [{}]
-    inv_freqs = engine.chunks[0].module.inv_freq.split([channels // 2 for channels in engine.arch.rotary_dims])
-    for kind, inv_freq, rope in zip(kinds, inv_freqs, engine.arch.ropes, strict=True):
+    inv_freqs = engine.chunks[0].module.inv_freq.split([channels // 2 for _, channels in engine.arch.ropes])
+    for kind, inv_freq, (rope, _) in zip(kinds, inv_freqs, engine.arch.ropes, strict=True):
         cos, sin = rotary(torch.zeros((), dtype=torch.float32), positions[None], **kind)
         angles = torch.outer(positions.float(), inv_freq)
         if cos.shape[-1] != angles.shape[-1]:  # gpt-oss keeps one half

@@ -6,7 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.ranks.attention import SCALE, Case, dense_reference, on_slices, on_slices_by_flash
 
-from isoloss.parallel.attention import Heads, document_attention, kv_repeats
+from isoloss.parallel.attention import document_attention, kv_repeats
+from isoloss.parallel.ops.block_attention import Heads
 
 HEADS = [
     (8, 8, 2), (8, 4, 2), (8, 2, 2), (8, 1, 2), (6, 3, 2), (6, 2, 2), (6, 6, 2),

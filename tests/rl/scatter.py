@@ -41,9 +41,9 @@ def scattered(config: RLConfig, samples: Sequence[Sample]) -> Seen:
     engine, loss = Engine(config), policy_loss(config)
     scatter, differences = Scatter(engine.mesh), []
     held = scatter.make(lambda: list(samples))
-    placement, found = scatter.placed(held, engine._place)
-    if placement != engine._place(samples):
-        differences.append("placement")
+    plan, found = scatter.planned(held, engine.plan)
+    if plan != engine.plan(samples):
+        differences.append("plan")
     for index, (sample, before, after) in enumerate(zip(samples, held, found, strict=True)):
         differences += (
             [f"outline of {index}"] if tells(before) != tells(sample) or tells(after) != tells(sample) else []
@@ -54,26 +54,30 @@ def scattered(config: RLConfig, samples: Sequence[Sample]) -> Seen:
     ):
         differences += [] if torch.equal(one, other) else [name]
     scatter.close()
-    placed = sorted(chain.from_iterable(engine.plan(samples).micro_batches[engine.mesh.dp.rank()]))
+    placed = sorted(chain.from_iterable(plan.micro_batches[engine.mesh.dp.rank()]))
     return Seen(present(held), present(found), placed, differences)
 
 
 def tells(sample: Sample) -> tuple:
     """What an outline has."""
-    tensors = sample.tokens_T, sample.mask_T, *sample.fields.values()
-    return sample.id, sample.group, [*sample.fields], [(tensor.shape, tensor.dtype) for tensor in tensors]
+    shapes = [(tensor.shape, tensor.dtype) for tensor in tensors_of(sample)]
+    return sample.id, sample.group, sample.sequence, sample.set, [*sample.fields], shapes
+
+
+def tensors_of(sample: Sample) -> list[torch.Tensor]:
+    own = [] if sample.targets_T is None else [sample.targets_T]
+    return [sample.tokens_T, sample.mask_T, *sample.fields.values(), *own]
 
 
 def same(one: Sample, other: Sample) -> bool:
-    pairs = (one.tokens_T, other.tokens_T), (one.mask_T, other.mask_T), *zip(one.fields.values(), other.fields.values())
-    return all(torch.equal(*pair) for pair in pairs)
+    return all(torch.equal(*pair) for pair in zip(tensors_of(one), tensors_of(other), strict=True))
 
 
 def present(samples: Sequence[Sample]) -> list[int]:
     """Those whose every tensor has values; an assertion where some do."""
     found = []
     for index, sample in enumerate(samples):
-        absent = {tensor.is_meta for tensor in (sample.tokens_T, sample.mask_T, *sample.fields.values())}
+        absent = {tensor.is_meta for tensor in tensors_of(sample)}
         assert len(absent) == 1, index
         found += [] if True in absent else [index]
     return found

@@ -10,9 +10,9 @@ import torch
 from support.servers.fake_servers import ENGINE, FakeServers, Rewards, length
 
 from isoloss.engine.config.schema import BatchConfig, ModelConfig
-from isoloss.engine.rl.async_rollout import AsyncRollout
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
-from isoloss.engine.rl.rollout import MAX_ATTEMPTS, Rollout, sample_groups
+from isoloss.engine.rl.group_sampling import sample_groups
+from isoloss.engine.rl.rollout import MAX_ATTEMPTS, Rollout
 from isoloss.engine.rl.trajectory import Group, Prompt
 from isoloss.parallel import UserError
 
@@ -45,8 +45,7 @@ class Trainer:
 
     def start(self) -> None:
         self.backend = FakeServers(BATCH * GENERATIONS)
-        kind = AsyncRollout if self.config.generates_beside else Rollout
-        self.rollout = kind(ENGINE, self.backend, self.rewards, self.config, PROMPTS, ())
+        self.rollout = Rollout(ENGINE, self.backend, self.rewards, self.config, PROMPTS, ())
         if (self.folder / "state").exists():
             done, state = torch.load(self.folder / "state", weights_only=True)
             self.rollout.restore(state)
@@ -65,6 +64,7 @@ class Trainer:
     def kill(self) -> None:
         self.backend.abort()
         self.rollout.close()
+        self.backend.close()
 
 
 @pytest.fixture
@@ -234,7 +234,8 @@ def test_an_evaluation_stops_what_is_under_way_and_lets_it_go_on(trainer):
     before = len(run.backend.begun)
     found = run.rollout.evaluate(PROMPTS[:2])
     assert [t.completion.id for t in found] == ["train.jsonl:0/eval/0", "train.jsonl:1/eval/0"]
-    assert len(run.backend.begun) == before + 1
+    evaluated, goes_on = run.backend.begun[before:]
+    assert all("/eval/" in id for id in evaluated) and goes_on and not any("/eval/" in id for id in goes_on)
     run.step()
     check(run)
 

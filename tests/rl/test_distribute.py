@@ -14,14 +14,13 @@ from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import BatchConfig, ModelConfig, TrainConfig
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.parallel import Layout
-from isoloss.tools.prove.proof import on_layout
-from isoloss.tools.prove.synthetic_rollouts import rollout_fields
+from isoloss.tools.prove.proof import on_layout, rollout_fields
 
 LAYOUTS = ("1", "dp2", "dp4", "tp2+dp2", "pp2+dp2", "ulysses2+dp2", "tp2+pp2")
 
 
 def made(lengths=(9, 14, 5, 30, 7, 12, 3)) -> list[Sample]:
-    """Of two prompts in turn; one has no target."""
+    """Samples of two prompts in turn; one has no target, three have targets of their own."""
     rng, samples = np.random.default_rng(2), []
     prompts = [torch.from_numpy(rng.integers(0, VOCAB, size)) for size in (8, 2)]
     for index, length in enumerate(lengths):
@@ -29,7 +28,9 @@ def made(lengths=(9, 14, 5, 30, 7, 12, 3)) -> list[Sample]:
         tokens = torch.cat([prompt, torch.from_numpy(rng.integers(0, VOCAB, length))])
         mask = (torch.arange(len(tokens)) >= len(prompt)) & (index != 3)
         fields = rollout_fields(rng.normal(-np.log(VOCAB), 0.3, len(tokens)), mask, rng)
-        samples.append(Sample(tokens, mask, index % 2, fields, f"row:{index}"))
+        targets = torch.from_numpy(rng.integers(0, VOCAB, len(tokens))) if index in (1, 2, 4) else None
+        ids = {"sequence": index % 2 if index > 4 else None, "set": 7 if index == 2 else None}
+        samples.append(Sample(tokens, mask, index % 2, fields, f"row:{index}", targets_T=targets, **ids))
     return samples
 
 

@@ -1,7 +1,7 @@
 """Continuous batching changes nothing: every row is as if it were generated alone, by the plainest loop there is."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -11,7 +11,8 @@ from support.models.families import DENSE, MODELS, VOCAB, write_folder
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from isoloss.engine.rl.backends.local import continuous_batching
-from isoloss.engine.rl.backends.local.continuous_batching import check_requests
+from isoloss.engine.rl.backends.local.base import check_request
+from isoloss.engine.rl.backends.local.continuous_batching import ActiveSequence, RowScheduler
 from isoloss.engine.rl.backends.local.sampling import choose, choose_directly, exponentials, noise_key
 from isoloss.engine.rl.backends.local.transformers_decoder import TransformersDecoder
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
@@ -22,8 +23,30 @@ STOPS = tuple(range(0, VOCAB, 9))
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.8, seed=3)
 
 
-def generate(model: PreTrainedModel, *args, **options) -> list[Completion]:
-    return continuous_batching.generate(TransformersDecoder(model), *args, **options)
+def generate(
+    model: PreTrainedModel,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    concurrency: int,
+    version: int,
+    proceed: Callable[[bool], bool] = lambda working: working,
+    arrived: Callable[[Completion], object] = lambda completion: None,
+) -> list[Completion]:
+    """All at once, in their order; what is left when `proceed` says no is aborted."""
+    done: dict[str, Completion] = {}
+
+    def ended(row: ActiveSequence) -> None:
+        done[row.request.id] = row.completion()
+        if row.finish is not None:
+            arrived(row.completion())
+
+    rows = RowScheduler(TransformersDecoder(model), concurrency, version, ended)
+    rows.add([ActiveSequence.start(request, sampling) for request in requests])
+    with torch.inference_mode():
+        while proceed(rows.busy):
+            rows.step()
+    rows.abort()
+    return [done[request.id] for request in requests]
 
 
 @pytest.fixture(scope="session")
@@ -340,13 +363,11 @@ def test_prompts_are_read_within_the_budget(model, monkeypatch):
 
 def test_mistakes_name_the_request():
     with pytest.raises(UserError, match=r"^rows\.jsonl:3/0: the prompt has no tokens"):
-        check_requests([Request("rows.jsonl:3/0", ())], SAMPLING, 128)
+        check_request(Request("rows.jsonl:3/0", ()), SAMPLING, 128)
     too_long = Request("rows.jsonl:4/0", (1,) * 105)
-    check_requests([Request("a", (1,) * 104)], SAMPLING, 128)
+    check_request(Request("a", (1,) * 104), SAMPLING, 128)
     with pytest.raises(UserError, match=r"^rows\.jsonl:4/0: a prompt of 105 tokens and .*_tokens=24 .*=128"):
-        check_requests([too_long], SAMPLING, 128)
-    with pytest.raises(ValueError, match="two requests are called b"):
-        check_requests([Request(name, (1,)) for name in "abcb"], SAMPLING, 128)
+        check_request(too_long, SAMPLING, 128)
 
 
 def test_each_completion_is_told_of_when_it_ends(model):

@@ -8,7 +8,7 @@ from support.runs import rollouts
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
 from isoloss.engine.rl.backends.local import transformers_backend
-from isoloss.engine.rl.backends.local.transformers_backend import InProcessBackend
+from isoloss.engine.rl.backends.local.transformers_backend import TransformersBackend
 from isoloss.engine.rl.trajectory import Request, Sampling
 from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import UserError
@@ -34,6 +34,7 @@ def make_requests(count: int = 11) -> list[Request]:
         ("deepseek-v3", 2, {"tp": 2, "ep": 2}),
         ("mimo-v2-flash", 2, {"tp": 2, "ep": 2}),
         ("gemma-4", 2, {"tp": 2}),  # logits are capped before they are sampled from
+        ("gemma-4-moe", 2, {"tp": 2, "ep": 2}),
     ],
     ids=str,
 )
@@ -111,7 +112,7 @@ def test_a_failure_on_one_rank_is_told_on_all(tiny_hf, pool):
 @pytest.mark.parametrize("family", MODELS)
 def test_the_model_is_the_one_that_transformers_loads(family, dtype, tiny_hf, one_rank):
     """Bit for bit, with its experts joined, its embeddings tied, its rotary frequencies and its selection bias."""
-    backend = InProcessBackend(tiny_hf(family), dtype, torch.device("cpu"), 4)
+    backend = TransformersBackend(tiny_hf(family), dtype, torch.device("cpu"), 4)
     tensors = list(tensors_of(tiny_hf(family)).items())
     backend.update_weights([tensors[:5], [], tensors[5:]], version=0)
     experts = backend.model.config._experts_implementation
@@ -125,7 +126,7 @@ def test_the_model_is_the_one_that_transformers_loads(family, dtype, tiny_hf, on
 
 
 def test_weights_that_are_not_the_models_are_refused(tiny_hf, one_rank):
-    backend = InProcessBackend(tiny_hf("qwen3-moe"), torch.float32, torch.device("cpu"), 4)
+    backend = TransformersBackend(tiny_hf("qwen3-moe"), torch.float32, torch.device("cpu"), 4)
     tensors = list(tensors_of(tiny_hf("qwen3-moe")).items())
     name, tensor = tensors[3]
     with pytest.raises(ValueError, match="call update_weights before generate"):
@@ -147,10 +148,13 @@ def test_weights_that_are_not_the_models_are_refused(tiny_hf, one_rank):
 
 
 def test_mistakes_in_requests_name_them(tiny_hf, one_rank):
-    backend = InProcessBackend(tiny_hf("llama"), torch.float32, torch.device("cpu"), 4)
+    backend = TransformersBackend(tiny_hf("llama"), torch.float32, torch.device("cpu"), 4)
     backend.update_weights([list(tensors_of(tiny_hf("llama")).items())], version=1)
     with pytest.raises(UserError, match=r"^a: the prompt has no tokens"):
         backend.generate([Request("a", ())], SAMPLING)
     with pytest.raises(UserError, match=r"^b: a prompt of 109 tokens"):
         backend.generate([Request("b", (1,) * 109)], SAMPLING)
+    with pytest.raises(ValueError, match="two requests are called b"):
+        backend.generate([Request(name, (1,)) for name in "abcb"], SAMPLING)
     assert backend.generate([], SAMPLING) == []
+    assert [c.id for c in backend.generate([Request(name, (1,)) for name in "abc"], SAMPLING)] == ["a", "b", "c"]

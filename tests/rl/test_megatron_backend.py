@@ -10,8 +10,9 @@ from support.models.transformers_parity import make_engine
 from support.runs import rollouts
 
 from isoloss.engine.rl.backends.local.continuous_batching import ActiveSequence
-from isoloss.engine.rl.backends.local.megatron_decoder import MegatronDecoder
+from isoloss.engine.rl.backends.local.megatron_backend import MegatronDecoder
 from isoloss.engine.rl.trajectory import Request, Sampling
+from isoloss.parallel.ops.block_attention import Heads
 from isoloss.parallel.ops.kv_cache import KeyValueCache
 from isoloss.parallel.ops.prepacked import PackedMatrix
 
@@ -54,6 +55,7 @@ def test_the_tokens_are_those_of_transformers(family, tiny_hf, pool):
         ("mixtral", 4, {"tp": 2, "ep": 2, "etp": 2}),
         ("gemma-4", 2, {"tp": 2}),  # keys and values of other sizes in every layer; capped logits
         ("gemma-4", 2, {"pp": 2}),
+        ("gemma-4-moe", 2, {"tp": 2, "ep": 2}),  # a dense MLP beside the experts
         ("qwen3.5", 2, {"tp": 2}),
         ("qwen3.5-moe", 2, {"ulysses": 2}),
     ],
@@ -76,7 +78,7 @@ def test_what_decodes_is_packed_and_training_never_sees_it(tiny_hf, one_rank):
     before and after, also where the decode fails."""
     engine = make_engine(tiny_hf("qwen2"), "fp32")  # whose linear layers have biases
     decoder = MegatronDecoder(engine.whole_model())
-    rows = [ActiveSequence.start(index, request) for index, request in enumerate(make_requests(4))]
+    rows = [ActiveSequence.start(request, SAMPLING) for request in make_requests(4)]
     batch, logits_BV = decoder.prefill(rows)
     for row in rows:
         row.tokens.append(5)
@@ -93,7 +95,7 @@ def test_what_decodes_is_packed_and_training_never_sees_it(tiny_hf, one_rank):
 
 def test_what_is_not_fp32_is_not_packed(tiny_hf, one_rank):
     decoder = MegatronDecoder(make_engine(tiny_hf("qwen2"), "fp64").whole_model())
-    rows = [ActiveSequence.start(0, make_requests(1)[0])]
+    rows = [ActiveSequence.start(make_requests(1)[0], SAMPLING)]
     batch, _ = decoder.prefill(rows)
     rows[0].tokens.append(5)
     with mock.patch.object(PackedMatrix, "product", side_effect=AssertionError):
@@ -134,7 +136,7 @@ def test_what_is_kept_is_what_dense_attention_sees(window, with_sinks):
     def step(cache: KeyValueCache) -> None:
         rows = len(kept)
         query, key, value = draw(rows, 6, 8), draw(rows, 2, 8), draw(rows, 2, 5)
-        found = cache.attend(7, query, key, value, 0.7, window, sinks_H)
+        found = cache.attend(7, query, key, value, Heads(0.7, window, sinks_H))
         cache.grown()
         for row in range(rows):
             kept[row] = tuple(torch.cat([old, new[row, :, None]], 1) for old, new in zip(kept[row], (key, value)))

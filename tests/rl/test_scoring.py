@@ -38,8 +38,8 @@ def test_a_group_is_scored_as_soon_as_its_last_completion_is_there(scoring):
     asked.add(completion("c", 3))
     asked.add(completion("b", 2))
     asked.add(completion("d", 4))
-    until(lambda: asked.ready(second), "the second group had its rewards")
-    assert not asked.ready(first) and not first.whole and rewards.calls == [2]
+    until(lambda: second.scored is not None, "the second group had its rewards")
+    assert first.scored is None and not first.whole and rewards.calls == [2]
     asked.add(completion("d", 4))  # told of twice
     asked.add(completion("a", 1))
     found = asked.take([first, second])
@@ -54,7 +54,7 @@ def test_a_function_of_the_whole_batch_waits_for_all_of_it(scoring):
     groups = [asked.expect(PROMPT, [name]) for name in "abc"]
     for name, tokens in zip("cab", (3, 1, 2)):
         asked.add(completion(name, tokens))
-    assert all(map(asked.ready, groups)) and rewards.calls == []
+    assert all(group.whole for group in groups) and rewards.calls == []
     assert [t.reward for (t,) in asked.take(groups)] == [1, 2, 3] and rewards.calls == [3]
 
 

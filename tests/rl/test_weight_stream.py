@@ -27,6 +27,7 @@ ODD_SIZES = {"q_lora_rank": 25, "first_k_dense_replace": 0}
         ("gpt-oss", 2, {"tp": 2, "ep": 2}),  # a tensor holds all experts
         ("gpt-oss", 4, {"pp": 2, "ep": 2}),
         ("gemma-4", 4, {"tp": 2, "pp": 2}),  # a layer without a projection of values; what is not trained arrives too
+        ("gemma-4-moe", 4, {"pp": 2, "ep": 2}),  # and a tensor that holds all experts
         ("mimo-v2-flash", 4, {"tp": 2, "pp": 2}),  # value heads narrower than keys, whose number differs by layer
     ],
     ids=str,

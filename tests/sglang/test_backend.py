@@ -83,12 +83,14 @@ def test_each_completion_is_told_of_when_it_ends(backend):
     found = rollout.generate(asked, Sampling(8), told.append)
     assert sorted(told, key=lambda completion: completion.id) == found
     several, first = threading.Event(), []
-    result = rollout.begin(asked, Sampling(200), lambda completion: (first.append(completion), several.set()))
+    futures = [rollout.submit(request, Sampling(200)) for request in asked]
+    for future in futures:
+        future.add_done_callback(lambda future: (first.append(future.result()), several.set()))
     assert several.wait(LONG)
     rollout.abort()
-    found = result.result(LONG)
+    found = [future.result(LONG) for future in futures]
     assert [c.id for c in found] == [r.id for r in asked] and found[-1].finish == "abort"
-    assert all(completion in found and completion.finish == "length" for completion in first)
+    assert first[0].finish == "length" and all(completion in found for completion in first)
     again = [replace(request, partial=c) for request, c in zip(asked, found) if c.finish == "abort"]
     for request, completion in zip(again, rollout.generate(again, Sampling(200))):
         assert completion.tokens[: len(request.partial.tokens)] == request.partial.tokens

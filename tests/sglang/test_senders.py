@@ -21,6 +21,7 @@ CASES = [
     ("gpt-oss", 2, {"ep": 2}, 1, ((0, 1),)),  # a tensor holds all experts
     ("mimo-v2-flash", 2, {"ep": 2}, 2, ()),
     ("gemma-4", 2, {"pp": 2}, 2, ()),
+    ("gemma-4-moe", 2, {"ep": 2}, 1, ((0, 1),)),
 ]
 
 

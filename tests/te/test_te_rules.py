@@ -1,27 +1,43 @@
 """When Transformer Engine is used, what it is refused for, and how its attention wants rows. Nothing of it runs."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from packaging.version import Version
-from support.faults.refusals import first_refusal, rule_lines, silent
+from support.faults.refusals import first_refusal, rule_places, silent
+from support.models.decoders import attending, decoder, sparse, with_attentions, with_windows
 
-from isoloss.engine.batching.packing import pack
+from isoloss.engine.batching.packing import StepSamples, pack
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config import rules
 from isoloss.engine.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
-from isoloss.models.architecture import Architecture, Experts, Latent, Values
+from isoloss.models.architecture import Architecture
+from isoloss.models.kinds.asymmetric import Asymmetric
+from isoloss.models.kinds.latent import Latent
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.rope import Rope
 from isoloss.models.weights.checkpoint_names import checkpoint_rows, local_name, native_style
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout, Mesh, UserError
+from isoloss.parallel.ops.prefix_tree import PrefixTree
 
-DENSE = Architecture("llama", 4, 64, 8, 4, 8, 72, 100, 1e-6, Rope(1e4), False, False, False, 64, "float32", 8)
-SPARSE = replace(DENSE, experts=Experts(6, 2, 28, "softmax", True))
+DENSE = decoder(4, 64, (8, 4, 8), 72, 100)
+SPARSE = sparse(DENSE, 6, 2, 28, "softmax", True)
+BIASED = attending(sparse(DENSE, 6, 2, 28, "softmax", True, bias=True), output_bias=True)
+WINDOWED = with_windows(DENSE, 9, None)
+
+
+def latent(q_rank: int | None) -> Architecture:
+    rope = Rope(1e4, interleaved=True)
+    kind = Latent(heads=8, q_rank=q_rank, kv_rank=20, nope_dim=12, rope_dim=8, value_dim=16, rope=rope)
+    return with_attentions(DENSE, [kind])
+
+
+def asymmetric(**changes) -> Architecture:
+    own = {"heads": 8, "kv_heads": 4, "head_dim": 8, "rope": Rope(1e4), "rotary_dim": 8, "value_dim": 6}
+    return with_attentions(DENSE, [Asymmetric(**{**own, **changes})])
 
 
 def here(monkeypatch, version: str | None, gpu: bool = True) -> None:
@@ -51,11 +67,11 @@ def check(settings: Config, arch: Architecture) -> None:
         (None, DENSE, config("bf16", False)),
         ("2.8", DENSE, config("bf16", False)),
         ("2.11", DENSE, config("fp64", False)),
-        ("2.11", replace(SPARSE, linear_bias=True, sinks=(True,) * 4, clamped_swiglu=True), config("fp32", True)),
-        ("2.11", replace(DENSE, windows=(9, None) * 2), config("bf16", True, cp_kernel="p2p")),
+        ("2.11", attending(BIASED, sinks="sinks"), config("fp32", True)),
+        ("2.11", WINDOWED, config("bf16", True, cp_kernel="p2p")),
         ("2.11", DENSE, config("bf16", True, cp_kernel="p2p", ring=8, tp=2)),
-        ("2.11", replace(DENSE, windows=(9, None) * 2), config("bf16", True, cp_kernel="a2a", ulysses=4)),
-        ("2.18", replace(DENSE, windows=(9, None) * 2), config("bf16", True, cp_kernel="all_gather", ring=4)),
+        ("2.11", WINDOWED, config("bf16", True, cp_kernel="a2a", ulysses=4)),
+        ("2.18", WINDOWED, config("bf16", True, cp_kernel="all_gather", ring=4)),
         ("2.19", DENSE, config("bf16", True, cp_kernel="a2a+p2p", ulysses=2, ring=3, tp=2)),
         ("2.9", DENSE, config("bf16", True, cp_kernel="a2a+p2p")),  # one context rank: nothing to split
     ],
@@ -82,17 +98,17 @@ REFUSED = [
     ),
     ("2.18", DENSE, config("bf16", True, cp_kernel="a2a+p2p", ring=2), "Transformer Engine 2.19 on, and here is 2.18"),
     (
-        "2.11", replace(DENSE, latent=Latent(None, 20, 12, 8, 16)), config("bf16", True, cp_kernel="p2p"),
+        "2.11", latent(None), config("bf16", True, cp_kernel="p2p"),
         "cp_kernel=p2p does not attend for latent attention here; use parallel.cp_kernel=isoloss",
     ),
     (
-        "2.11", replace(DENSE, values=Values(6, 0.7)), config("bf16", True, cp_kernel="p2p"),
+        "2.11", asymmetric(value_scale=0.7), config("bf16", True, cp_kernel="p2p"),
         "cp_kernel=p2p does not attend for llama attention here; use parallel.cp_kernel=isoloss",
     ),
-    ("2.11", replace(DENSE, sinks=(True,) * 4), config("bf16", True, cp_kernel="p2p"), "p2p has no attention sinks"),
-    ("2.11", replace(DENSE, head_dim=20), config("bf16", True, cp_kernel="p2p"), "and the model's have 20"),
+    ("2.11", attending(DENSE, sinks="sinks"), config("bf16", True, cp_kernel="p2p"), "p2p has no attention sinks"),
+    ("2.11", attending(DENSE, head_dim=20), config("bf16", True, cp_kernel="p2p"), "and the model's have 20"),
     (
-        "2.11", replace(DENSE, windows=(9, None) * 2), config("bf16", True, cp_kernel="p2p", ring=2),
+        "2.11", WINDOWED, config("bf16", True, cp_kernel="p2p", ring=2),
         "cp_kernel=p2p has no attention windows; use parallel.cp_kernel=a2a, all_gather or isoloss",
     ),
     (
@@ -123,13 +139,12 @@ def test_every_rule_speaks(monkeypatch):
     for version, arch, settings, _ in REFUSED:
         here(monkeypatch, version)
         refusals.append(first_refusal(settings, arch, settings.parallel.layout()))
-    lines = [n for name, lines in rule_lines().items() if name.startswith("transformer_engine") for n in lines]
-    assert len(lines) == 13 and silent(lines, refusals) == []
+    about = ("transformer_engine", "fused_kernel_refusals")
+    places = [place for name, places in rule_places().items() if name.startswith(about) for place in places]
+    assert len(places) == 14 and silent(places, refusals) == []
 
 
-@pytest.mark.parametrize(
-    "arch", [DENSE, replace(SPARSE, linear_bias=True), replace(DENSE, latent=Latent(5, 20, 12, 8, 16))]
-)
+@pytest.mark.parametrize("arch", [DENSE, BIASED, latent(5)])
 def test_names_of_fused_modules_are_those_of_a_checkpoint(arch):
     """A checkpoint's keys are what Transformer Engine's modules are called, but for the experts, which it stacks."""
     style = native_style(arch)
@@ -141,8 +156,8 @@ def test_names_of_fused_modules_are_those_of_a_checkpoint(arch):
         if weight.expert is not None:
             name = name.replace("experts.experts.", "experts.") + str(weight.expert)
         wanted = weight.name.removeprefix(f"decoder.layers.{weight.layer}.")
-        assert local_name(name, arch, weight.layer) == wanted
-        assert local_name(wanted, arch, weight.layer) == wanted
+        assert local_name(name, arch.layers[weight.layer]) == wanted
+        assert local_name(wanted, arch.layers[weight.layer]) == wanted
 
 
 def fake_mesh(context: int, rank: int, tp: int = 1) -> Any:
@@ -160,10 +175,11 @@ def test_rows_are_dealt_as_transformer_engine_wants_them(lengths, context, tp):
     for length in lengths:
         samples.append(Sample(torch.arange(start, start + length), torch.arange(length) > 0))
         start += length
-    weights = [torch.ones((1, length), dtype=torch.float64) for length in lengths]
-    offsets = [sum(lengths[:i]) for i in range(len(lengths))]
+    weights = {i: torch.ones((1, length), dtype=torch.float64) for i, length in enumerate(lengths)}
+    step, tree = StepSamples(samples, weights, 1), PrefixTree.apart(lengths)
     rows = [
-        pack(samples, weights, offsets, fake_mesh(context, rank, tp), torch.device("cpu")) for rank in range(context)
+        pack(step, range(len(samples)), tree, fake_mesh(context, rank, tp), torch.device("cpu"))
+        for rank in range(context)
     ]
     multiple = 2 * context if context > 1 else 1
     expected: list[list[int]] = [[] for _ in range(context)]
@@ -185,5 +201,5 @@ def test_rows_are_dealt_as_transformer_engine_wants_them(lengths, context, tp):
         document, targets = row.piece_R[row.labelled_N], row.targets_N
         assert document.equal(row.document_N)
         assert targets.equal(row.tokens_R[row.labelled_N] + 1) and not padding[row.labelled_N].any()
-        assert row.positions_R[row.labelled_N].equal(row.origin_N - 1 - torch.tensor(offsets)[document])
+        assert row.positions_R[row.labelled_N].equal(row.origin_N - 1 - torch.tensor(step.starts)[document])
     assert sum(len(row.labelled_N) for row in rows) == sum(lengths) - len(lengths)

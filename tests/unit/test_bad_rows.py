@@ -359,7 +359,7 @@ def test_what_a_run_writes(load, write, tmp_path):
     first, second = map(json.loads, (out / "rejects.jsonl").read_text().splitlines())
     assert first == {"split": "data.train", "place": "train.jsonl:1", "reason": train.rejects[0].reason}
     assert second["split"] == "data.eval" and second["place"] == "\udce9val.jsonl:1"  # a name that is not UTF-8
-    assert found.told(out) == [f"data: 2 bad rows left out, see {out}/rejects.jsonl"]
+    assert found.lines(out) == [f"data: 2 bad rows left out, see {out}/rejects.jsonl"]
     clean = RejectsOfRun.of(config, (), ())
     clean.write(out)
-    assert clean.told(out) == [] and not (out / "rejects.jsonl").exists()
+    assert clean.lines(out) == [] and not (out / "rejects.jsonl").exists()

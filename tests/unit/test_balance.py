@@ -1,24 +1,20 @@
 """The plan: what must hold for every input, and how even it is on realistic lengths. Never its time."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.models.decoders import decoder, sparse, with_attentions, with_windows
 
-from isoloss.engine.batching.balance import CostModel, Plan, Shared, imbalance, make_plan
-from isoloss.models.architecture import Architecture, Experts, Latent, Values, Windowed
+from isoloss.engine.batching.balance import CostModel, Plan, imbalance, make_plan
+from isoloss.models.kinds.asymmetric import Asymmetric
+from isoloss.models.kinds.latent import Latent
 from isoloss.models.rope import Rope
 from isoloss.tools.plan.rollout_batch import cache_bytes
 
 TOKENS = CostModel(linear=1.0, quadratic=0.0)
 SQUARES = CostModel(linear=0.0, quadratic=1.0)
-DECODER_7B = CostModel.of(
-    Architecture(
-        "llama", 28, 3584, 28, 4, 128, 18944, 152064, 1e-6, Rope(1e4), False, False, False, 4096, "bfloat16", 128
-    )
-)
+DECODER_7B = CostModel.of(decoder(28, 3584, (28, 4, 128), 18944, 152064))
 
 cost_models = st.sampled_from([TOKENS, SQUARES, DECODER_7B, CostModel(24576.0, 1.0)])
 lengths_and_budget = st.integers(1, 300).flatmap(  # some lengths are over the budget
@@ -158,7 +154,7 @@ def test_without_samples_every_rank_has_empty_micro_batches(multiple_of):
 
 
 def test_imbalance_is_the_costliest_rank_over_the_mean():
-    plan = Plan((((0,), ()), ((1,), (2,))))
+    plan = Plan.apart((((0,), ()), ((1,), (2,))), [1, 1, 1])
     assert imbalance(plan, [3, 1, 1], TOKENS) == pytest.approx(3 / 2.5)
     assert imbalance(plan, [3, 1, 1], SQUARES) == pytest.approx(9 / 5.5)
 
@@ -188,7 +184,7 @@ def test_cost_model_refuses_coefficients_that_do_not_grow(coefficients):
 
 def test_cost_counts_every_matrix():
     # Two layers: q 8x8, k and v 8x4 each, o 8x8, three 8x16 of the MLP; the head 8x32. Attention: 2 heads of 4.
-    arch = Architecture("llama", 2, 8, 2, 1, 4, 16, 32, 1e-6, Rope(1e4), False, False, False, 64, "float32", 4)
+    arch = decoder(2, 8, (2, 1, 4), 16, 32)
     model = CostModel.of(arch)
     assert model.linear == 2 * (2 * (64 + 32 + 32 + 64 + 3 * 128) + 256)
     assert model.quadratic == 2 * (2 * 2 * 2 * 4) / 2
@@ -197,30 +193,38 @@ def test_cost_counts_every_matrix():
     ]
 
 
-def test_cost_counts_what_a_token_meets():
-    plain = Architecture("llama", 2, 8, 2, 1, 4, 16, 32, 1e-6, Rope(1e4), False, False, False, 64, "float32", 4)
-    sparse = replace(plain, experts=Experts(6, 2, 12, "softmax", True, shared_size=5, dense_layers=1))
-    moe = 6 * 8 + 2 * 3 * 8 * 12 + 3 * 8 * 5  # router, two of six experts, the shared one
-    assert CostModel.of(sparse).linear == pytest.approx(CostModel.of(plain).linear + 2 * (moe - 3 * 8 * 16))
+def asymmetric(kv_heads: int, head_dim: int, value_dim: int, **more) -> Asymmetric:
+    own = {"heads": 2, "kv_heads": kv_heads, "head_dim": head_dim, "rotary_dim": head_dim, "value_dim": value_dim}
+    return Asymmetric(rope=Rope(1e4), **{**own, **more})
 
-    latent = replace(plain, num_kv_heads=2, head_dim=5, latent=Latent(7, 6, 3, 2, 4))
+
+def test_cost_counts_what_a_token_meets():
+    plain = decoder(2, 8, (2, 1, 4), 16, 32)
+    some_sparse = sparse(plain, 6, 2, 12, "softmax", True, shared_size=5, dense_layers=1)
+    moe = 6 * 8 + 2 * 3 * 8 * 12 + 3 * 8 * 5  # router, two of six experts, the shared one
+    assert CostModel.of(some_sparse).linear == pytest.approx(CostModel.of(plain).linear + 2 * (moe - 3 * 8 * 16))
+
+    rope = Rope(1e4, interleaved=True)
+    latent = with_attentions(
+        plain, [Latent(heads=2, q_rank=7, kv_rank=6, nope_dim=3, rope_dim=2, value_dim=4, rope=rope)]
+    )
     attention = 8 * 7 + 7 * 2 * 5 + 8 * (6 + 2) + 6 * 2 * (3 + 4) + 2 * 4 * 8
     assert CostModel.of(latent).linear == 2 * (2 * (attention + 3 * 8 * 16) + 256)
     assert CostModel.of(latent).quadratic == 2 * (2 * 2 * (5 + 4)) / 2
 
-    kinds = replace(plain, windows=(None, 10), values=Values(3, 0.5), windowed=Windowed(2, 4, 4, Rope(1e4)))
+    kinds = with_attentions(plain, [asymmetric(1, 4, 3), asymmetric(2, 4, 3, window=10)])
     attention = 8 * (2 * 4 + 1 * 4 + 1 * 3) + 8 * (2 * 4 + 2 * 4 + 2 * 3) + 2 * 2 * 3 * 8
     assert CostModel.of(kinds).linear == 2 * (attention + 2 * 3 * 8 * 16 + 256)
     assert CostModel.of(kinds).quadratic == CostModel.of(kinds).windowed == 2 * 2 * (4 + 3) / 2
     assert cache_bytes(kinds) == 2 * (1 + 2) * (4 + 3)
 
-    kinds = replace(plain, windows=(None, 10), windowed=Windowed(2, 6, 6, Rope(1e4)), keys_as_values=True)
+    kinds = with_attentions(plain, [asymmetric(1, 4, 4, keys_as_values=True), asymmetric(2, 6, 6, window=10)])
     attention = 8 * (2 * 4 + 1 * 4) + 2 * 4 * 8 + 8 * (2 * 6 + 2 * 6 + 2 * 6) + 2 * 6 * 8
     assert CostModel.of(kinds).linear == 2 * (attention + 2 * 3 * 8 * 16 + 256)
     assert (CostModel.of(kinds).quadratic, CostModel.of(kinds).windowed) == (2 * 2 * 4, 2 * 2 * 6)
     assert cache_bytes(kinds) == 2 * (1 * 2 * 4 + 2 * 2 * 6)
 
-    windowed = CostModel.of(replace(plain, windows=(None, 10)))
+    windowed = CostModel.of(with_windows(plain, None, 10))
     assert windowed.cost([10])[0] == CostModel.of(plain).cost([10])[0]
     pairs = [sum(min(t + 1, 10) for t in range(n)) for n in (1000, 1001)]
     slope = windowed.linear + (2 * 2 * 2 * 4) * (1000 + 0.5 + pairs[1] - pairs[0] - 1)  # a half square and a strip
@@ -230,18 +234,20 @@ def test_cost_counts_what_a_token_meets():
 # ---- samples that begin alike ----------------------------------------------------------------------------------------
 
 
-def computed(plan: Plan, lengths: list[int], groups: list[Shared], cost_model: CostModel) -> list[list[tuple]]:
+def computed(
+    plan: Plan, lengths: list[int], groups: dict[tuple[int, ...], int], cost_model: CostModel
+) -> list[list[tuple]]:
     """(tokens, cost) of each micro-batch of each rank, what its samples share counted once."""
-    group_of = {i: group for group in groups for i in group.samples}
+    group_of = {i: samples for samples in groups for i in samples}
 
     def of(micro_batch: tuple[int, ...]) -> tuple[int, float]:
-        beginnings = {id(group_of[i]): group_of[i].tokens for i in micro_batch if i in group_of}
+        beginnings = {group_of[i]: groups[group_of[i]] for i in micro_batch if i in group_of}
         tokens = sum(beginnings.values()) + sum(
-            lengths[i] - (group_of[i].tokens if i in group_of else 0) for i in micro_batch
+            lengths[i] - (groups[group_of[i]] if i in group_of else 0) for i in micro_batch
         )
         cost = sum(float(cost_model.cost(shared)) for shared in beginnings.values())
         for i in micro_batch:
-            before = group_of[i].tokens if i in group_of else 0
+            before = groups[group_of[i]] if i in group_of else 0
             cost += float(cost_model.cost(lengths[i])) - (float(cost_model.cost(before)) if before else 0.0)
         return tokens, cost
 
@@ -260,12 +266,12 @@ def costliest(found: list[list[tuple]]) -> float:
 def test_groups_are_placed_once_within_the_budget_and_never_cost_more(
     prompts, budget, dp_size, multiple_of, cost_model
 ):
-    lengths, groups = [], []
+    lengths, groups = [], {}
     for prompt, completions in prompts:
         members = range(len(lengths), len(lengths) + len(completions))
         lengths += [prompt + completion for completion in completions]
         if len(members) > 1:
-            groups.append(Shared(tuple(members), prompt))
+            groups[tuple(members)] = prompt
     plan = make_plan(lengths, dp_size, budget, cost_model, multiple_of, groups)
     assert sorted(indices(plan)) == list(range(len(lengths)))
     assert {len(rank) for rank in plan.micro_batches} == {plan.num_micro_batches}
@@ -273,14 +279,14 @@ def test_groups_are_placed_once_within_the_budget_and_never_cost_more(
     found = computed(plan, lengths, groups, cost_model)
     for rank, of_rank in zip(plan.micro_batches, found):
         assert all(len(m) == 1 or tokens <= budget for m, (tokens, _) in zip(rank, of_rank))
-    alone = computed(make_plan(lengths, dp_size, budget, cost_model, multiple_of), lengths, [], cost_model)
+    alone = computed(make_plan(lengths, dp_size, budget, cost_model, multiple_of), lengths, {}, cost_model)
     assert costliest(found) <= costliest(alone) * (1 + 1e-12)
 
 
 def test_a_pipeline_wants_small_micro_batches():
     """Eight completions of 8 tokens behind a prompt of 16: 80 tokens in one micro-batch, or 72 and 40 in two. Eight
     stages take the time of the largest seven times more: 640 or 616."""
-    groups = [Shared(tuple(range(8)), 16)]
+    groups = {tuple(range(8)): 16}
     plans = [make_plan([24] * 8, 1, 80, CostModel(1.0, 0.0), 1, groups, stages) for stages in (1, 8)]
     assert [[len(m) for m in plan.micro_batches[0]] for plan in plans] == [[8], [5, 3]]
 
@@ -298,12 +304,12 @@ def test_a_pipeline_wants_small_micro_batches():
 def test_what_sharing_saves_of_the_costliest_rank(prompts, ranks, budget, prompt, completion, gain):
     """Eight completions a prompt, lengths drawn log-normally around these."""
     rng = np.random.default_rng(7)
-    lengths, groups = [], []
+    lengths, groups = [], {}
     for _ in range(prompts):
         shared = int(rng.lognormal(np.log(prompt), 0.4))
-        groups.append(Shared(tuple(range(len(lengths), len(lengths) + 8)), shared))
+        groups[tuple(range(len(lengths), len(lengths) + 8))] = shared
         lengths += [shared + max(1, int(length)) for length in rng.lognormal(np.log(completion), 0.5, 8)]
     plan = make_plan(lengths, ranks, budget, DECODER_7B, 1, groups)
-    alone = computed(make_plan(lengths, ranks, budget, DECODER_7B), lengths, [], DECODER_7B)
+    alone = computed(make_plan(lengths, ranks, budget, DECODER_7B), lengths, {}, DECODER_7B)
     assert costliest(alone) / costliest(computed(plan, lengths, groups, DECODER_7B)) > gain
     assert plan.num_micro_batches <= len(alone[0])

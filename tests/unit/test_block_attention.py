@@ -13,7 +13,7 @@ from support.models.compiled_kernels import as_on_a_gpu
 from support.ranks.attention import SCALE, Case, dense_reference, round_the_ring
 
 from isoloss.parallel.ops import block_attention
-from isoloss.parallel.ops.block_attention import attend
+from isoloss.parallel.ops.block_attention import Heads, attend
 from isoloss.parallel.ops.mask_blocks import blocks_of
 from isoloss.parallel.ops.prefix_tree import PrefixTree
 from isoloss.parallel.ops.varlen import VarlenCache
@@ -143,7 +143,7 @@ def test_a_whole_row_is_one_call_and_nothing_is_copied_for_it(window):
             case.key_WKD,
             case.value_WKU,
             blocks_of(PrefixTree(LENGTHS), 1, 0, 0, window),
-            SCALE,
+            Heads(SCALE),
             VarlenCache(),
             None,
         )

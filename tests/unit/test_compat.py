@@ -15,10 +15,11 @@ from torch import nn
 from torch.nn.functional import silu
 
 import isoloss.models.mcore.build  # noqa: F401  it applies the patches
-from isoloss.models.architecture import Experts
+from isoloss.models.kinds.experts import Experts
 from isoloss.models.mcore import transformer_engine
-from isoloss.models.mcore.compat import AnyLayer, ClampedSwiGLU, SwiGLU, gradients_for_norm, submodules_of
+from isoloss.models.mcore.compat import AnyLayer, gradients_for_norm, submodules_of
 from isoloss.models.mcore.layer_config import LayerConfig
+from isoloss.models.mcore.layers.activations import ClampedSwiGLU, SwiGLU
 from isoloss.models.mcore.layers.dense_mlp import RecomputingMLP
 from isoloss.models.mcore.moe.router import Router
 

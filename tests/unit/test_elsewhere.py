@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from isoloss.engine.config.elsewhere import OURS, WITHOUT_A_KEY, key_of, told_of
+from isoloss.engine.config.elsewhere import KEYS_BY_NAME, WITHOUT_A_KEY, explanation, key_of
 from isoloss.engine.config.parse import known_keys, unknown_key
 from isoloss.engine.config.schema import Config
 from isoloss.engine.rl.config import RLConfig
@@ -17,13 +17,13 @@ ORACLES = Path(__file__).parents[1] / "oracles" / "migrate"
 
 
 def test_every_name_leads_to_a_key_that_exists():
-    assert set(OURS.values()) <= set(KEYS)
+    assert set(KEYS_BY_NAME.values()) <= set(KEYS)
 
 
 def test_no_key_of_ours_is_taken_for_one_of_another_trainer():
     """Its name in a wrong group leads to it, not elsewhere."""
     own = {key.rsplit(".", 1)[-1] for key in KEYS}
-    assert not own & OURS.keys()
+    assert not own & KEYS_BY_NAME.keys()
     assert not {word for key in KEYS for word in (key, *re.split(r"[._]", key))} & WITHOUT_A_KEY.keys()
 
 
@@ -69,4 +69,4 @@ def test_names_of_trl_and_verl_are_known():
     assert all(re.search(rf"\b{name}\b", verl) and key_of(name) for name in asked)
     slime = (ORACLES / "names_slime.txt").read_text().replace("-", "_")
     assert "rollout_batch_size" in slime and key_of("rollout_batch_size") == "batch.global_size"
-    assert told_of("optim.lr") is None
+    assert explanation("optim.lr") is None

@@ -16,12 +16,13 @@ import pytest
 import torch
 from oracles.rl import formulas
 
-from isoloss.engine.batching.packing import pack
+from isoloss.engine.batching.packing import StepSamples, pack
 from isoloss.engine.config.schema import BatchConfig, LossConfig, ModelConfig, TrainConfig
 from isoloss.engine.rl import advantages
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.engine.rl.experience import RolloutBatch, minibatches, on_the_host, with_advantages, with_logprobs
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
+from isoloss.parallel.ops.prefix_tree import PrefixTree
 
 LONGEST, BUFFER = 6, 3
 # (prompt length, (completion length, reward) of each): uneven, with failed rewards, an empty completion, a group with
@@ -163,9 +164,9 @@ def test_fields_are_of_their_own_token(advantage):
     one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     mesh: Any = SimpleNamespace(ulysses=one, ring=one, row_multiple=8, document_multiple=1, cp_kernel="isoloss")
     samples = rollout_batch.samples
-    weights = [sample.mask_T.double()[None] for sample in samples]
-    offsets = [0, *itertools.accumulate(len(sample) for sample in samples)][:-1]
-    row = pack(samples, weights, offsets, mesh, torch.device("cpu"))
+    step = StepSamples(samples, {index: s.mask_T.double()[None] for index, s in enumerate(samples)}, 1)
+    tree = PrefixTree.apart([len(sample) for sample in samples])
+    row = pack(step, range(len(samples)), tree, mesh, torch.device("cpu"))
     of_target = {
         "rollout_logprobs": lambda tokens: -tokens / 1000,
         "train_logprobs": policy_of,
@@ -388,6 +389,14 @@ def test_minibatches_of_whole_prompts():
     for step in steps:
         assert step == tuple(range(step[0], step[0] + 4)) and step[0] % 4 == 0
     assert {len(step) for step in minibatches(completions(8), 7, config)} == {4}
+
+
+def test_samples_of_a_trajectory_stay_in_one_minibatch():
+    """Four trajectories of three, one, two and two samples, in four parts."""
+    sequences = [0, 1, 0, 2, 3, 0, 2, 3]
+    steps = minibatches([0] * 8, 7, config_of(minibatches=4, epochs=2), sequences)
+    assert len(steps) == 8
+    assert sorted(steps[:4]) == sorted(steps[4:]) == [(0, 2, 5), (1,), (3, 6), (4, 7)]
 
 
 @pytest.mark.parametrize(

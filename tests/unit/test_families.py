@@ -3,10 +3,29 @@
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from support.models.published import QWEN3_8B, QWEN3_30B_A3B
+from support.models.published import (
+    DEEPSEEK_V3,
+    GEMMA_4_26B_A4B,
+    GEMMA_4_31B,
+    GLM_45_AIR,
+    GLM_47_FLASH,
+    GPT_OSS_20B,
+    KIMI_K2,
+    LLAMA_31_8B,
+    MIMO_V2_FLASH,
+    MINIMAX_M2,
+    MISTRAL_7B,
+    MISTRAL_SMALL_31,
+    MIXTRAL_8X7B,
+    MOONLIGHT,
+    QWEN3_8B,
+    QWEN3_30B_A3B,
+    QWEN25_7B,
+)
 from transformers import (
     DeepseekV3Config,
     Gemma4Config,
@@ -31,7 +50,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from isoloss.models.architecture import Architecture, ExpertNames, Experts, GatedDelta, Latent, Values, Windowed
+from isoloss.models.architecture import Architecture
 from isoloss.models.families import (
     deepseek_v3,
     gemma4_text,
@@ -50,141 +69,19 @@ from isoloss.models.families import (
     qwen3_moe,
 )
 from isoloss.models.families.registry import family_of, read_architecture
+from isoloss.models.flops import met_parameters, output_parameters
+from isoloss.models.kinds.asymmetric import Asymmetric
+from isoloss.models.kinds.dense import Dense
+from isoloss.models.kinds.dense_and_experts import DenseAndExperts
+from isoloss.models.kinds.experts import ExpertNames, Experts
+from isoloss.models.kinds.gated_delta import GatedDelta
+from isoloss.models.kinds.grouped_query import GatedQuery, GroupedQuery
+from isoloss.models.kinds.latent import Latent
+from isoloss.models.kinds.layer import Layer
 from isoloss.models.rope import LinearScaling, Llama3Scaling, Proportional, QueryScaling, Rope, YarnScaling
 from isoloss.models.weights.weight_map import num_parameters
 from isoloss.parallel.runtime.errors import UserError
 
-# As published on the hub, by transformers 4.
-LLAMA_31_8B = {
-    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
-    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                                            "original_max_position_embeddings": 8192, "rope_type": "llama3"},
-    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 128256,
-}  # fmt: skip
-QWEN25_7B = {
-    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
-    "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944,
-    "max_position_embeddings": 131072, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
-    "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
-    "sliding_window": 131072, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "transformers_version": "4.40.1", "use_cache": True, "use_mrope": False, "use_sliding_window": False,
-    "vocab_size": 152064,
-}  # fmt: skip
-MISTRAL_7B = {
-    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
-    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
-    "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000,
-}  # fmt: skip
-MIXTRAL_8X7B = {
-    "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
-    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
-    "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
-    "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
-    "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True,
-    "vocab_size": 32000,
-}  # fmt: skip
-DEEPSEEK_V3 = {  # without its quantization_config
-    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "bos_token_id": 0, "eos_token_id": 1,
-    "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02,
-    "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v3",
-    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
-    "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
-    "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
-    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
-                     "original_max_position_embeddings": 4096, "type": "yarn"},
-    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
-    "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "transformers_version": "4.33.1",
-    "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
-}  # fmt: skip
-GLM_45_AIR = {
-    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "pad_token_id": 151329,
-    "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
-    "partial_rotary_factor": 0.5, "initializer_range": 0.02, "intermediate_size": 10944,
-    "max_position_embeddings": 131072, "model_type": "glm4_moe", "moe_intermediate_size": 1408, "norm_topk_prob": True,
-    "num_attention_heads": 96, "n_group": 1, "topk_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
-    "routed_scaling_factor": 1.0, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "num_hidden_layers": 46,
-    "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
-    "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "transformers_version": "4.54.0", "use_cache": True, "use_qk_norm": False, "vocab_size": 151552,
-}  # fmt: skip
-KIMI_K2 = {  # without its quantization_config
-    **DEEPSEEK_V3, "bos_token_id": 163584, "eos_token_id": 163585, "first_k_dense_replace": 1,
-    "max_position_embeddings": 131072, "model_type": "kimi_k2", "n_group": 1, "n_routed_experts": 384,
-    "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0, "rope_theta": 50000.0,
-    "rope_scaling": {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-                     "original_max_position_embeddings": 4096, "type": "yarn"},
-    "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840, "aux_loss_alpha": 0.001, "seq_aux": True,
-    "pretraining_tp": 1,
-}  # fmt: skip
-MOONLIGHT = {
-    **KIMI_K2, "hidden_size": 2048, "intermediate_size": 11264, "max_position_embeddings": 8192,
-    "model_type": "deepseek_v3", "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2,
-    "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
-    "q_lora_rank": None, "rms_norm_eps": 1e-05, "rope_scaling": None, "routed_scaling_factor": 2.446,
-}  # fmt: skip
-GLM_47_FLASH = {
-    "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-    "pad_token_id": 154820, "eos_token_id": [154820, 154827, 154829], "hidden_act": "silu", "hidden_size": 2048,
-    "intermediate_size": 10240, "max_position_embeddings": 202752, "model_type": "glm4_moe_lite",
-    "moe_intermediate_size": 1536, "topk_method": "noaux_tc", "norm_topk_prob": True, "num_attention_heads": 20,
-    "n_group": 1, "topk_group": 1, "n_routed_experts": 64, "n_shared_experts": 1, "routed_scaling_factor": 1.8,
-    "num_experts_per_tok": 4, "first_k_dense_replace": 1, "num_hidden_layers": 47, "num_key_value_heads": 20,
-    "num_nextn_predict_layers": 1, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-05, "rope_scaling": None,
-    "rope_theta": 1000000, "tie_word_embeddings": False, "dtype": "bfloat16", "transformers_version": "5.0.0rc0",
-    "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
-    "vocab_size": 154880,
-}  # fmt: skip
-GPT_OSS_20B = {  # without its quantization_config
-    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
-    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
-    "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
-    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
-    "pad_token_id": 199999, "rms_norm_eps": 1e-05,
-    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
-                     "rope_type": "yarn", "truncate": False},
-    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
-    "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088,
-}  # fmt: skip
-MINIMAX_M2 = {  # without its quantization_config
-    "architectures": ["MiniMaxM2ForCausalLM"], "attention_dropout": 0.0, "attn_type_list": [1] * 62,
-    "auto_map": {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"}, "head_dim": 128, "hidden_act": "silu",
-    "hidden_size": 3072, "initializer_range": 0.02, "intermediate_size": 1536, "layernorm_full_attention_beta": 1.0,
-    "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0, "max_position_embeddings": 196608,
-    "mlp_intermediate_size": 8192, "model_type": "minimax_m2", "mtp_transformer_layers": 1, "num_attention_heads": 48,
-    "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8, "num_local_experts": 256,
-    "num_mtp_modules": 3, "output_router_logits": False, "qk_norm_type": "per_layer", "rms_norm_eps": 1e-06,
-    "rope_theta": 5000000, "rotary_dim": 64, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0,
-    "scoring_func": "sigmoid", "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid",
-    "tie_word_embeddings": False, "transformers_version": "4.46.1", "use_cache": True, "use_mtp": True,
-    "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064,
-}  # fmt: skip
-# Put together of SGLang's fields and of the test of Megatron-Bridge; without its quantization_config.
-MIMO_V2_FLASH = {
-    "architectures": ["MiMoV2FlashForCausalLM"], "add_full_attention_sink_bias": False,
-    "add_swa_attention_sink_bias": True, "attention_bias": False, "attention_chunk_size": 128, "attention_dropout": 0.0,
-    "attention_value_scale": 0.707, "auto_map": {"AutoConfig": "configuration_mimo_v2_flash.MiMoV2FlashConfig"},
-    "head_dim": 192, "hidden_act": "silu", "hidden_size": 4096, "hybrid_block_size": None,
-    "hybrid_layer_pattern": [0, 1, 1, 1, 1] + [0, 1, 1, 1, 1, 1] * 7 + [0], "initializer_range": 0.02,
-    "intermediate_size": 16384, "layernorm_epsilon": 1e-05, "max_position_embeddings": 262144,
-    "model_type": "mimo_v2_flash", "moe_intermediate_size": 2048, "moe_layer_freq": [0] + [1] * 47, "n_group": 1,
-    "n_routed_experts": 256, "n_shared_experts": None, "norm_topk_prob": True, "num_attention_heads": 64,
-    "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "partial_rotary_factor": 0.334,
-    "rope_theta": 5000000, "routed_scaling_factor": None, "scoring_func": "sigmoid", "sliding_window": 128,
-    "sliding_window_size": 128, "swa_head_dim": 192, "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8,
-    "swa_rope_theta": 10000, "swa_v_head_dim": 128, "tie_word_embeddings": False, "topk_group": 1,
-    "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache": True,
-    "v_head_dim": 128, "vocab_size": 152576,
-}  # fmt: skip
 HUB = [
     (llama, LLAMA_31_8B, LlamaConfig), (mistral, MISTRAL_7B, MistralConfig), (qwen2, QWEN25_7B, Qwen2Config),
     (qwen3, QWEN3_8B, Qwen3Config), (qwen3_moe, QWEN3_30B_A3B, Qwen3MoeConfig), (mixtral, MIXTRAL_8X7B, MixtralConfig),
@@ -192,66 +89,83 @@ HUB = [
     (gpt_oss, GPT_OSS_20B, GptOssConfig), (glm4_moe_lite, GLM_47_FLASH, Glm4MoeLiteConfig),
     (deepseek_v3, MOONLIGHT, DeepseekV3Config), (minimax_m2, MINIMAX_M2, MiniMaxM2Config),
 ]  # fmt: skip
-GLM_47_EXPERTS = Experts(64, 4, 1536, "sigmoid", True, 1.8, True, 1, 1, 1536, dense_layers=1)
+GLM_47_EXPERTS = Experts(64, 4, 1536, "sigmoid", True, 1.8, True, 1, 1, 1536)
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0,
           "original_max_position_embeddings": 512, "rope_theta": 500000.0}  # fmt: skip
 
 
+def attention_of(arch: Architecture) -> Any:
+    """Of layers without a window, where others have one."""
+    return arch.attentions[0]
+
+
+def windows(arch: Architecture) -> list[int | None]:
+    return [layer.attention.window for layer in arch.layers]
+
+
 def test_llama_31_8b_as_published():
+    rope = Rope(500000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    attention = GroupedQuery(heads=32, kv_heads=8, head_dim=128, rope=rope, rotary_dim=128)
     assert llama.architecture(LLAMA_31_8B) == Architecture(
-        family="llama", num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128,
-        intermediate_size=14336, vocab_size=128256, norm_eps=1e-5,
-        rope=Rope(500000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192)), qkv_bias=False, qk_norm=False, tie_embeddings=False,
-        max_positions=131072, dtype="bfloat16", rotary_dim=128,
+        family="llama", layers=(Layer(attention, Dense(14336)),) * 32, hidden_size=4096, vocab_size=128256,
+        norm_eps=1e-5, tie_embeddings=False, max_positions=131072, dtype="bfloat16",
     )  # fmt: skip
 
 
 def test_qwen_as_published():
-    arch = qwen2.architecture(QWEN25_7B)
-    assert (arch.head_dim, arch.num_kv_heads, arch.rope) == (128, 4, Rope(1e6))
-    assert arch.qkv_bias and not arch.qk_norm
-    arch = qwen3.architecture(QWEN3_8B)
-    assert (arch.head_dim, arch.num_kv_heads, arch.rope) == (128, 8, Rope(1e6))
-    assert arch.qk_norm and not arch.qkv_bias
+    heads = {"head_dim": 128, "rotary_dim": 128, "rope": Rope(1e6)}
+    (attention,) = qwen2.architecture(QWEN25_7B).attentions
+    assert attention == GroupedQuery(heads=28, kv_heads=4, qkv_bias=True, **heads)
+    (attention,) = qwen3.architecture(QWEN3_8B).attentions
+    assert attention == GroupedQuery(heads=32, kv_heads=8, qk_norm="head", **heads)
 
 
 def test_other_families_as_published():
-    assert mistral.architecture(MISTRAL_7B).windows == (4096,) * 32
+    assert windows(mistral.architecture(MISTRAL_7B)) == [4096] * 32
     arch = mixtral.architecture(MIXTRAL_8X7B)
     names = ExpertNames("block_sparse_moe", "gate", ("w1", "w3", "w2"))
-    assert arch.windows == () and arch.experts == Experts(8, 2, 14336, "softmax", True, names=names)
+    assert windows(arch) == [None] * 32 and arch.experts == Experts(8, 2, 14336, "softmax", True, names=names)
     assert qwen3_moe.architecture(QWEN3_30B_A3B).experts == Experts(128, 8, 768, "softmax", True)
     arch = deepseek_v3.architecture(DEEPSEEK_V3)
-    assert arch.experts == Experts(256, 8, 2048, "sigmoid", True, 2.5, True, 8, 4, 2048, dense_layers=3)
-    assert arch.latent == Latent(1536, 512, 128, 64, 128) and (arch.head_dim, arch.rotary_dim) == (192, 64)
+    assert arch.experts == Experts(256, 8, 2048, "sigmoid", True, 2.5, True, 8, 4, 2048)
+    assert arch.sparse == (False,) * 3 + (True,) * 58
     mscale = 0.1 * math.log(40) + 1
-    assert arch.rope == Rope(10000.0, YarnScaling(40, 4096, 32, 1, True, 1.0, mscale**2), interleaved=True)
+    rope = Rope(10000.0, YarnScaling(40, 4096, 32, 1, True, 1.0, mscale**2), interleaved=True)
+    (latent,) = arch.attentions
+    assert latent == Latent(heads=128, q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128, rope=rope)
     assert arch.mtp_layers == 1
     arch = glm4_moe.architecture(GLM_45_AIR)
-    assert (arch.head_dim, arch.rotary_dim, arch.qkv_bias, arch.qk_norm) == (128, 64, True, False)
-    assert arch.experts == Experts(128, 8, 1408, "sigmoid", True, 1.0, True, 1, 1, 1408, dense_layers=1)
+    (attention,) = arch.attentions
+    wanted = {"heads": 96, "kv_heads": 8, "head_dim": 128, "rotary_dim": 64}
+    assert attention == GroupedQuery(rope=Rope(1e6), qkv_bias=True, **wanted)
+    assert arch.experts == Experts(128, 8, 1408, "sigmoid", True, 1.0, True, 1, 1, 1408)
+    assert arch.sparse == (False,) + (True,) * 45
     arch = glm4_moe_lite.architecture(GLM_47_FLASH)
-    assert arch.experts == GLM_47_EXPERTS
-    assert arch.latent == Latent(768, 512, 192, 64, 256) and arch.rope == Rope(1e6, interleaved=True)
+    assert arch.experts == GLM_47_EXPERTS and arch.sparse == (False,) + (True,) * 46
+    rope, (latent,) = Rope(1e6, interleaved=True), arch.attentions
+    assert latent == Latent(heads=20, q_rank=768, kv_rank=512, nope_dim=192, rope_dim=64, value_dim=256, rope=rope)
     assert arch.mtp_layers == 1
     arch = minimax_m2.architecture(MINIMAX_M2)
-    assert (arch.rotary_dim, arch.qk_norm, arch.joint_qk_norm, arch.mtp_layers) == (64, True, True, 3)
+    assert (attention_of(arch).rotary_dim, attention_of(arch).qk_norm, arch.mtp_layers) == (64, "joint", 3)
     names = ExpertNames("block_sparse_moe", "gate", ("w1", "w3", "w2"), selection_bias="e_score_correction_bias")
     assert arch.experts == Experts(256, 8, 1536, "sigmoid", True, selection_bias=True, names=names)
     arch = gpt_oss.architecture(GPT_OSS_20B)
-    assert arch.windows == (128, None) * 12 and arch.sinks and arch.linear_bias and arch.clamped_swiglu
-    assert arch.rope.scaling == YarnScaling(32.0, 4096, 32.0, 1.0, False, 0.1 * math.log(32) + 1, 1.0)
+    assert windows(arch) == [128, None] * 12 and arch.experts.bias and arch.experts.activation == "clamped_swiglu"
+    assert all(kind.sinks == "sinks" and kind.qkv_bias and kind.output_bias for kind in arch.attentions)
+    assert attention_of(arch).rope.scaling == YarnScaling(32.0, 4096, 32.0, 1.0, False, 0.1 * math.log(32) + 1, 1.0)
 
 
 def test_layers_of_two_kinds_as_published(tmp_path):
     """In the spelling of the hub, which transformers keeps beside its own."""
     arch = mimo_v2_flash.architecture(MIMO_V2_FLASH)
     kinds = [bool(kind) for kind in MIMO_V2_FLASH["hybrid_layer_pattern"]]
-    assert arch.windows == tuple(129 if kind else None for kind in kinds) and arch.sinks == tuple(kinds)
-    assert [arch.kv_heads(layer) for layer in range(6)] == [4, 8, 8, 8, 8, 4]
-    assert (arch.ropes, arch.rotary_dim) == ((Rope(5e6), Rope(1e4)), 64)
-    assert arch.values == Values(128, 0.707) and (arch.head_dim, arch.value_dim(0)) == (192, 128)
-    assert arch.experts == Experts(256, 8, 2048, "sigmoid", True, selection_bias=True, dense_layers=1)
+    widths = {"heads": 64, "head_dim": 192, "rotary_dim": 64, "value_dim": 128, "value_scale": 0.707}
+    full = Asymmetric(kv_heads=4, rope=Rope(5e6), **widths)
+    sliding = Asymmetric(kv_heads=8, rope=Rope(1e4), window=129, sinks="attention_sink_bias", **widths)
+    assert [layer.attention for layer in arch.layers] == [sliding if kind else full for kind in kinds]
+    assert arch.ropes == ((Rope(5e6), 64), (Rope(1e4), 64))
+    assert arch.experts == Experts(256, 8, 2048, "sigmoid", True, selection_bias=True)
+    assert arch.sparse == (False,) + (True,) * 47
     assert round(num_parameters(arch) / 1e9) == 309
     config = MiMoV2FlashConfig(**MIMO_V2_FLASH)
     config.save_pretrained(tmp_path)
@@ -260,35 +174,20 @@ def test_layers_of_two_kinds_as_published(tmp_path):
     assert read_architecture(tmp_path) == mimo_v2_flash.architecture(config.to_dict()) == arch
     default = mimo_v2_flash.architecture(MiMoV2FlashConfig().to_dict())
     assert replace(default, dtype="bfloat16", max_positions=262144) == arch
-    assert mimo_v2_flash.architecture({**MIMO_V2_FLASH, "attention_value_scale": None}).values == Values(128, 1.0)
-
-
-# Put together of what servers and converters test with; fields that say nothing of text are left out.
-GEMMA_4_31B = {
-    "architectures": ["Gemma4ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-    "attention_k_eq_v": True, "bos_token_id": 2,
-    "dtype": "bfloat16", "enable_moe_block": False, "eos_token_id": 1, "final_logit_softcapping": 30.0,
-    "global_head_dim": 512, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 5376,
-    "hidden_size_per_layer_input": 0, "initializer_range": 0.02, "intermediate_size": 21504,
-    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10, "max_position_embeddings": 262144,
-    "model_type": "gemma4_text", "moe_intermediate_size": None, "num_attention_heads": 32, "num_experts": None,
-    "num_global_key_value_heads": 4, "num_hidden_layers": 60, "num_key_value_heads": 16, "num_kv_shared_layers": 0,
-    "pad_token_id": 0, "rms_norm_eps": 1e-06, "rope_parameters": {
-        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
-        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
-    },
-    "sliding_window": 1024, "tie_word_embeddings": True, "top_k_experts": None, "use_bidirectional_attention": "vision",
-    "use_cache": True, "use_double_wide_mlp": False, "vocab_size": 262144, "vocab_size_per_layer_input": 262144,
-}  # fmt: skip
+    unscaled = mimo_v2_flash.architecture({**MIMO_V2_FLASH, "attention_value_scale": None})
+    assert [kind.value_scale for kind in unscaled.attentions] == [1.0, 1.0]
 
 
 def test_gemma_4_as_published(tmp_path):
     arch = gemma4_text.architecture(GEMMA_4_31B)
-    assert (arch.num_kv_heads, arch.head_dim, arch.rotary_dim) == (4, 512, 512)
-    assert arch.windowed == Windowed(16, 256, 256, Rope(1e4)) and arch.rope == Rope(1e6, Proportional(0.25))
-    assert arch.windows == ((1024,) * 5 + (None,)) * 10
-    assert [arch.projects_values(layer) for layer in range(6)] == [True] * 5 + [False]
-    assert (arch.softmax_scale, arch.logit_softcap, arch.tie_embeddings) == (1.0, 30.0, True)
+    same = {"heads": 32, "qk_norm": "head", "value_norm": True, "softmax_scale": 1.0}
+    widths = {"head_dim": 512, "rotary_dim": 512, "value_dim": 512}
+    full = Asymmetric(kv_heads=4, rope=Rope(1e6, Proportional(0.25)), keys_as_values=True, **widths, **same)
+    widths = {"head_dim": 256, "rotary_dim": 256, "value_dim": 256}
+    sliding = Asymmetric(kv_heads=16, rope=Rope(1e4), window=1024, **widths, **same)
+    assert [layer.attention for layer in arch.layers] == ([sliding] * 5 + [full]) * 10
+    assert all(layer.sandwich and layer.scalar and layer.mlp == Dense(21504, "geglu") for layer in arch.layers)
+    assert (arch.scaled_embedding, arch.logit_softcap, arch.tie_embeddings) == (True, 30.0, True)
     assert round(num_parameters(arch) / 1e9, 1) == 30.7
     # transformers gives layers without a window an entry of their own in place of two fields.
     Gemma4TextConfig(**GEMMA_4_31B).save_pretrained(tmp_path)
@@ -297,8 +196,24 @@ def test_gemma_4_as_published(tmp_path):
     assert gemma4_text.architecture(saved) == arch
     without = {**GEMMA_4_31B, "attention_k_eq_v": False, "final_logit_softcapping": None}
     arch = gemma4_text.architecture(without)
-    assert (arch.num_kv_heads, arch.keys_as_values, arch.logit_softcap) == (16, False, None)
+    assert [(kind.kv_heads, kind.keys_as_values) for kind in arch.attentions] == [(16, False)] * 2
+    assert arch.logit_softcap is None
     assert gemma4_text.architecture(json.loads(Gemma4TextConfig(**without).to_json_string())) == arch
+
+
+def test_sparse_gemma_4_as_published(tmp_path):
+    arch = gemma4_text.architecture(GEMMA_4_26B_A4B)
+    (moe,) = arch.mlps
+    assert moe == DenseAndExperts(128, 8, 704, shared_size=2112, activation="geglu") and all(arch.sparse)
+    assert (moe.score, moe.normalize, moe.scaling) == ("softmax", True, 1.0)
+    assert round(num_parameters(arch) / 1e9, 1) == 25.2
+    met = sum(parameters for _, parameters in met_parameters(arch)) + output_parameters(arch)
+    assert round(met / 1e9, 1) == 3.8
+    Gemma4TextConfig(**GEMMA_4_26B_A4B).save_pretrained(tmp_path)
+    assert gemma4_text.architecture(json.loads((tmp_path / "config.json").read_text())) == arch
+    # Where the block is switched off, transformers reads none of its fields.
+    dense = gemma4_text.architecture({**GEMMA_4_26B_A4B, "enable_moe_block": False})
+    assert dense.mlps == (Dense(2112, "geglu"),)
 
 
 def test_gemma_4_within_a_multimodal_model(tmp_path):
@@ -317,7 +232,7 @@ def test_the_defaults_of_gemma_4_are_those_of_transformers():
     absent = {name: getattr(default, name) for name in sizes} | {"hidden_size_per_layer_input": 0}
     assert gemma4_text.architecture(absent) == gemma4_text.architecture(json.loads(default.to_json_string()))
     few = gemma4_text.architecture({**absent, "num_hidden_layers": 8})
-    assert few.windows == (512,) * 5 + (None, 512, None)
+    assert windows(few) == [512] * 5 + [None, 512, None]
     del absent["hidden_size_per_layer_input"]
     with pytest.raises(UserError, match="hidden_size_per_layer_input=256 is not supported"):
         gemma4_text.architecture(absent)
@@ -336,33 +251,21 @@ def test_layers_of_gated_delta_net_as_published(tmp_path):
              "vision_config": {"depth": 27}, "image_token_id": 248056, "tie_word_embeddings": False}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(whole))
     arch = read_architecture(tmp_path)
-    layers = (True, True, True, False) * 8
-    assert arch.delta == GatedDelta(16, 32, 128, 128, 4, layers) and arch.delta.channels == 8192
+    widths = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128, "conv_width": 4}
+    gated, delta = arch.attentions
+    assert arch.linear == (True, True, True, False) * 8
+    assert delta == GatedDelta(**widths) and delta.channels == 8192
     assert arch.tensor_prefix == "model.language_model." and arch.mtp_layers == 1
-    assert (arch.head_dim, arch.rotary_dim, arch.rope) == (256, 64, Rope(1e7))
-    assert arch.output_gate and arch.zero_centered_norm and arch.qk_norm and not arch.qkv_bias
+    heads = {"heads": 16, "kv_heads": 4, "head_dim": 256, "rotary_dim": 64}
+    assert gated == GatedQuery(rope=Rope(1e7), qk_norm="head", **heads) and arch.zero_centered_norm
     experts = family_of("Qwen3_5MoeForCausalLM").architecture(Qwen3_5MoeTextConfig().to_dict())
     names = ExpertNames(shared="shared_expert", stacked="rows")
     assert experts.experts == Experts(256, 8, 512, "softmax", True, shared_size=512, shared_gate=True, names=names)
     assert round(num_parameters(experts) / 1e9, 1) == 34.7
     woven = family_of("Qwen3NextForCausalLM").architecture(Qwen3NextConfig().to_dict())
-    assert woven.delta == GatedDelta(16, 32, 128, 128, 4, (True, True, True, False) * 12, woven=True)
+    assert woven.attentions[1] == GatedDelta(**widths, woven=True) and woven.linear == arch.linear[:4] * 12
     assert woven.experts is not None and (woven.experts.count, woven.experts.top_k) == (512, 10)
     assert round(num_parameters(woven) / 1e9, 1) == 79.7
-
-
-MISTRAL_SMALL_31 = {
-    "architectures": ["Mistral3ForConditionalGeneration"], "dtype": "bfloat16", "image_token_index": 10,
-    "model_type": "mistral3", "multimodal_projector_bias": False, "projector_hidden_act": "gelu",
-    "spatial_merge_size": 2, "vision_feature_layer": -1, "vision_config": {"model_type": "pixtral"},
-    "text_config": {
-        "attention_dropout": 0.0, "dtype": "bfloat16", "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
-        "initializer_range": 0.02, "intermediate_size": 32768, "max_position_embeddings": 131072,
-        "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-05, "rope_theta": 1000000000.0, "sliding_window": None, "use_cache": True,
-        "vocab_size": 131072,
-    },
-}  # fmt: skip
 
 
 def test_mistral_within_a_multimodal_model():
@@ -371,10 +274,10 @@ def test_mistral_within_a_multimodal_model():
     text = mistral.architecture(MISTRAL_SMALL_31["text_config"])
     assert (arch.tensor_prefix, arch.head_prefix) == ("language_model.model.", "language_model.")
     assert arch.text_only() == text and arch.text_class == "MistralForCausalLM"
-    assert not arch.tie_embeddings and arch.windows == () and round(num_parameters(arch) / 1e9, 2) == 23.57
+    assert not arch.tie_embeddings and windows(arch) == [None] * 40 and round(num_parameters(arch) / 1e9, 2) == 23.57
     inner = Ministral3Config(tie_word_embeddings=True).to_dict()
     tied = family.architecture({**MISTRAL_SMALL_31, "text_config": inner, "dtype": None})
-    assert tied.rope == ministral3.architecture(inner).rope and tied.tie_embeddings
+    assert tied.attentions == ministral3.architecture(inner).attentions and tied.tie_embeddings
     assert tied.text_class == "Ministral3ForCausalLM"
     with pytest.raises(UserError, match=r"text_config\.model_type='llama'"):
         family.architecture({**MISTRAL_SMALL_31, "text_config": {**inner, "model_type": "llama"}})
@@ -430,7 +333,7 @@ def test_the_defaults_of_transformers_are_understood(family, config_class):
     config = config_class()
     arch = family.architecture(config.to_dict())
     assert (arch.hidden_size, arch.num_layers, arch.vocab_size) == (4096, 32, config.vocab_size)
-    assert arch.rope == Rope(10000.0)
+    assert attention_of(arch).rope == Rope(10000.0)
     assert (arch.dtype, arch.tie_embeddings) == ("float32", False)
 
 
@@ -448,7 +351,7 @@ def test_inv_freq_is_bit_equal_to_transformers(rope, head_dim):
     else:
         expected, attention_factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, None)
         assert attention_factor == 1.0
-    inv_freq = llama.architecture(config.to_dict()).rope.inv_freq(head_dim)
+    inv_freq = attention_of(llama.architecture(config.to_dict())).rope.inv_freq(head_dim)
     assert inv_freq.dtype == torch.float32 and inv_freq.shape == (head_dim // 2,)
     assert torch.equal(inv_freq, expected)
 
@@ -461,18 +364,19 @@ def test_inv_freq_of_yarn_is_bit_equal_to_transformers(head_dim, theta, factor, 
             "original_max_position_embeddings": original}  # fmt: skip
     config = Qwen2Config(hidden_size=4 * head_dim, num_attention_heads=4, num_key_value_heads=4, rope_parameters=rope)
     expected, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config, None)
-    found = qwen2.architecture(config.to_dict()).rope
+    found = attention_of(qwen2.architecture(config.to_dict())).rope
     assert torch.equal(found.inv_freq(head_dim), expected)
     assert found.cos_sin_factor == attention_factor
 
 
 def test_old_spelling_of_linear_scaling():
     arch = llama.architecture({**LLAMA_31_8B, "rope_scaling": {"type": "linear", "factor": 2.0}})
-    assert arch.rope == Rope(500000.0, LinearScaling(2.0))
+    assert attention_of(arch).rope == Rope(500000.0, LinearScaling(2.0))
 
 
 def test_absent_kv_heads_mean_multi_head_attention_for_llama_only():
-    assert llama.architecture({k: v for k, v in LLAMA_31_8B.items() if k != "num_key_value_heads"}).num_kv_heads == 32
+    without = {k: v for k, v in LLAMA_31_8B.items() if k != "num_key_value_heads"}
+    assert attention_of(llama.architecture(without)).kv_heads == 32
     with pytest.raises(UserError, match="num_key_value_heads is missing"):
         qwen2.architecture({k: v for k, v in QWEN25_7B.items() if k != "num_key_value_heads"})
 
@@ -485,7 +389,7 @@ def test_an_absent_head_width_is_that_of_transformers(family, config_class):
     config = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8}
     saved = {k: v for k, v in config_class(**config).to_dict().items() if k != "head_dim"}
     wanted = config_class(**config).head_dim
-    assert family.architecture(saved).head_dim == (128 if family is qwen3 else 64) == wanted
+    assert attention_of(family.architecture(saved)).head_dim == (128 if family is qwen3 else 64) == wanted
 
 
 def test_mistrals_whose_queries_grow():
@@ -493,16 +397,17 @@ def test_mistrals_whose_queries_grow():
     written = Ministral3Config().to_dict()
     arch = ministral3.architecture(written)
     yarn = YarnScaling(16.0, 16384, 32.0, 1.0, True, 1.0, 1.0)
-    assert arch.rope == Rope(1e6, yarn, query_scaling=QueryScaling(0.1, 16384))
-    assert arch.windows == () and (arch.head_dim, arch.num_kv_heads) == (128, 8)
+    rope = Rope(1e6, yarn, query_scaling=QueryScaling(0.1, 16384))
+    assert arch.attentions == (GroupedQuery(heads=32, kv_heads=8, head_dim=128, rope=rope, rotary_dim=128),)
     assert ministral3.architecture({k: v for k, v in written.items() if k != "rope_parameters"}) == arch
-    assert ministral3.architecture({**written, "sliding_window": 4096}).windows == (4096,) * 34
+    assert windows(ministral3.architecture({**written, "sliding_window": 4096})) == [4096] * 34
 
     written = Mistral4Config().to_dict()
     arch = mistral4.architecture(written)
     yarn = YarnScaling(128.0, 8192, 32.0, 1.0, True, 1.0, (0.1 * math.log(128) + 1) ** 2)
-    assert arch.rope == Rope(1e4, yarn, interleaved=True, query_scaling=QueryScaling(0.1, 8192))
-    assert arch.latent == Latent(1024, 256, 64, 64, 128) and (arch.head_dim, arch.rotary_dim) == (128, 64)
+    rope = Rope(1e4, yarn, interleaved=True, query_scaling=QueryScaling(0.1, 8192))
+    (latent,) = arch.attentions
+    assert latent == Latent(heads=32, q_rank=1024, kv_rank=256, nope_dim=64, rope_dim=64, value_dim=128, rope=rope)
     names = ExpertNames(stacked="rows")
     assert arch.experts == Experts(128, 4, 2048, "softmax", True, shared_size=2048, names=names)
     assert mistral4.architecture({k: v for k, v in written.items() if k != "rope_parameters"}) == arch
@@ -513,8 +418,11 @@ def test_kimi_k2_is_deepseek_v3_whatever_its_file_calls_it(name):
     config = {**KIMI_K2, "architectures": [name]}
     arch = family_of(name).architecture(config)
     assert arch == deepseek_v3.architecture({**config, "model_type": "deepseek_v3"})
-    assert arch.experts == Experts(384, 8, 2048, "sigmoid", True, 2.827, True, 1, 1, 2048, dense_layers=1)
-    assert arch.rope.scaling == YarnScaling(32.0, 4096, 1.0, 1.0, True, 1.0, (0.1 * math.log(32) + 1) ** 2)
+    assert arch.experts == Experts(384, 8, 2048, "sigmoid", True, 2.827, True, 1, 1, 2048)
+    assert arch.sparse == (False,) + (True,) * 60
+    assert attention_of(arch).rope.scaling == YarnScaling(
+        32.0, 4096, 1.0, 1.0, True, 1.0, (0.1 * math.log(32) + 1) ** 2
+    )
 
 
 MINISTRAL_3 = {**Ministral3Config().to_dict(), "architectures": ["Ministral3ForCausalLM"]}
@@ -648,7 +556,9 @@ REFUSED = [
         {"rope_parameters": {"full_attention": {}, "sliding_attention": {"partial_rotary_factor": 0.5}}},
         "rope_parameters=.* rotates other channels where there is a window",
     ),
-    (GEMMA_4_31B, {"enable_moe_block": True}, "enable_moe_block=True is not supported; the experts beside the MLP"),
+    (GEMMA_4_26B_A4B, {"top_k_experts": 129}, "top_k_experts=129 exceeds num_experts=128"),
+    (GEMMA_4_31B, {"enable_moe_block": True}, "num_experts is missing"),
+    (GEMMA_4_26B_A4B, {"expert_intermediate_size": 512}, "expert_intermediate_size=512 contradicts moe_intermediate_s"),
     (GEMMA_4_31B, {"num_kv_shared_layers": 20}, "num_kv_shared_layers=20 is not supported; layers that read the keys"),
     (GEMMA_4_31B, {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256 is not supported; embeddings"),
     (GEMMA_4_31B, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported; a tok"),
@@ -744,12 +654,12 @@ def test_registry_names_what_is_wrong_with_a_folder(tmp_path):
     ("family", "published", "absent", "of", "value"),
     [
         (glm4_moe, GLM_45_AIR, "partial_rotary_factor", "rotary_dim", 64),
-        (glm4_moe_lite, GLM_47_FLASH, "first_k_dense_replace", "experts", GLM_47_EXPERTS),
-        (gpt_oss, GPT_OSS_20B, "layer_types", "windows", (128, None) * 12),
-        (mimo_v2_flash, MIMO_V2_FLASH, "attention_value_scale", "values", Values(128, 0.707)),
+        (glm4_moe_lite, GLM_47_FLASH, "first_k_dense_replace", "sparse", (False,) + (True,) * 46),
+        (gpt_oss, GPT_OSS_20B, "layer_types", "windows", [128, None] * 12),
+        (mimo_v2_flash, MIMO_V2_FLASH, "attention_value_scale", "value_scale", 0.707),
         (minimax_m2, MINIMAX_M2, "rotary_dim", "rotary_dim", 128),
         (minimax_m2, MINIMAX_M2, "rope_theta", "rope", Rope(5e6)),
-        (mistral, MISTRAL_7B, "layer_types", "windows", (4096,) * 32),
+        (mistral, MISTRAL_7B, "layer_types", "windows", [4096] * 32),
         (mixtral, MIXTRAL_8X7B, "rope_theta", "rope", Rope(1e6)),
         (qwen3, QWEN3_8B, "head_dim", "head_dim", 128),
         (qwen3_moe, QWEN3_30B_A3B, "rope_theta", "rope", Rope(1e4)),
@@ -759,7 +669,9 @@ def test_registry_names_what_is_wrong_with_a_folder(tmp_path):
 def test_an_absent_field_means_what_transformers_takes(family, published, absent, of, value):
     """The numbers are the defaults of its configuration classes; some differ from those of Llama."""
     config = {name: v for name, v in published.items() if name != absent}
-    assert getattr(family.architecture(config), of) == value
+    arch = family.architecture(config)
+    found = {"windows": windows(arch), "sparse": arch.sparse}
+    assert found.get(of, getattr(attention_of(arch), of, None)) == value
 
 
 def test_experts_are_not_normalized_unless_the_file_says_so():
@@ -770,5 +682,6 @@ def test_experts_are_not_normalized_unless_the_file_says_so():
 
 def test_mscale_changes_the_softmax_of_latent_attention_only():
     yarn = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale_all_dim": 1.0}
-    assert deepseek_v3.architecture(DEEPSEEK_V3).rope.softmax_factor == pytest.approx((0.1 * math.log(40) + 1) ** 2)
-    assert llama.architecture({**LLAMA_31_8B, "rope_scaling": yarn}).rope.softmax_factor == 1.0
+    latent = attention_of(deepseek_v3.architecture(DEEPSEEK_V3))
+    assert latent.rope.softmax_factor == pytest.approx((0.1 * math.log(40) + 1) ** 2)
+    assert attention_of(llama.architecture({**LLAMA_31_8B, "rope_scaling": yarn})).rope.softmax_factor == 1.0

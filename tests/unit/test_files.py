@@ -73,7 +73,7 @@ def test_the_end_of_a_run_is_the_last_try(tmp_path, disk, capsys):
 
 
 def test_memory_is_not_filled_with_it(tmp_path, disk, monkeypatch):
-    monkeypatch.setattr(files, "MOST_KEPT", 2**20)
+    monkeypatch.setattr(files, "MOST_WAITING", 2**20)
     disk.room = 0
     file = AppendOnlyFile(tmp_path / "rows.jsonl")
     file.append(bytes(2**20))

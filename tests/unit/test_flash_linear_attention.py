@@ -37,8 +37,8 @@ def chunk_gated_delta_rule(
     assert chunk_indices is cp_context is None and all(len(t) == 1 for t in (q, k, v, g, beta))
     lengths = lengths_of(cu_seqlens, cu_seqlens_cpu)
     assert initial_state is None or len(initial_state) == len(lengths)
-    given = q[0], k[0], v[0], g[0], beta[0], lengths, None, initial_state
-    out, left = gated_delta.delta_rule_and_states(*given)
+    inputs = gated_delta.DeltaInputs(q[0], k[0], v[0], g[0], beta[0])
+    out, left = gated_delta.delta_rule_and_states(inputs, lengths, None, initial_state)
     return out[None], left if output_final_state else None
 
 

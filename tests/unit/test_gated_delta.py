@@ -8,14 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.models.gated_delta import architecture, build, load, random_case, token_by_token
+from support.models.gated_delta import architecture, build, delta_of, load, random_case, token_by_token
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
 import isoloss.parallel.ops.gated_delta
 from isoloss.parallel import Layout, Mesh
 from isoloss.parallel.attention import PackedRow
-from isoloss.parallel.ops.gated_delta import delta_rule, delta_rule_and_states, delta_rule_next
+from isoloss.parallel.ops.gated_delta import DeltaInputs, delta_rule_and_states, delta_rule_next
+from isoloss.parallel.ops.gated_delta import delta_rule as delta_rule_of_inputs
 from isoloss.parallel.ops.gated_delta_chunks import CHUNK, chunks_of
 from isoloss.parallel.ops.short_convolution import convolution_next, last_tokens, short_convolution
 
@@ -23,6 +24,11 @@ TRANSFORMERS = "transformers.models.qwen3_5.modeling_qwen3_5"
 ROWS = [(97,), (64,), (1,), (2, 3, 1, 1), (37, 1, 51, 3, 140, 8, 2, 66), (64, 128, 65, 1, 63, 192)]
 # A head that forgets 0.1 % of its state a token: what leaks over a border is seen in all of the next document.
 SPEEDS = torch.tensor([0.005, 0.05, 1.0, 16.0], dtype=torch.float64)
+
+
+def delta_rule(*tensors_and_lengths) -> Tensor:
+    *tensors, lengths = tensors_and_lengths
+    return delta_rule_of_inputs(DeltaInputs(*tensors), lengths)
 
 
 def inputs(lengths, key_heads: int = 2, seed: int = 0) -> list[Tensor]:
@@ -206,8 +212,7 @@ def test_the_layer_is_that_of_transformers(one_rank):
     module = importlib.import_module(TRANSFORMERS)
     settings_ = importlib.import_module("transformers.models.qwen3_5.configuration_qwen3_5")
     arch = architecture()
-    delta, lengths = arch.delta, (70, 2, 133)
-    assert delta is not None
+    delta, lengths = delta_of(arch), (70, 2, 133)
     case = random_case(lengths, arch, 0)
     case.weights["A_log"] -= 3
     mesh = Mesh.create(Layout())
@@ -253,10 +258,10 @@ def test_a_document_goes_on_token_by_token(lengths, key_heads):
     documents = [t.split(longer) for t in given]
     wanted = delta_rule(*given, longer).split(longer)
     begun = [torch.cat([d[:-more] for d in each]) for each in documents]
-    out, state = delta_rule_and_states(*begun, lengths)
+    out, state = delta_rule_and_states(DeltaInputs(*begun), lengths)
     same([out], [torch.cat([each[:-more] for each in wanted])])
     for token in range(-more, 0):
-        out = delta_rule_next(*(torch.stack([d[token] for d in each]) for each in documents), state)
+        out = delta_rule_next(DeltaInputs(*(torch.stack([d[token] for d in each]) for each in documents)), state)
         same([out], [torch.stack([each[token] for each in wanted])])
 
 

@@ -8,12 +8,16 @@ import pytest
 import torch
 from support.models.compiled_kernels import as_on_a_gpu
 from support.ranks import grouped
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from isoloss.models.mcore.moe import dispatch, grouped_experts
 from isoloss.models.mcore.moe.dispatch import add_rows, rows_by_expert
 from isoloss.models.mcore.moe.grouped_experts import (
+    WEIGHTED,
     _Experts,
+    weighted_geglu,
+    weighted_geglu_again,
+    weighted_geglu_backward,
     weighted_swiglu,
     weighted_swiglu_again,
     weighted_swiglu_backward,
@@ -41,12 +45,15 @@ def problem(counts, dtype):
     return ends, given, draw(rows, HIDDEN).bfloat16().to(dtype)
 
 
-def one_by_one(counts, rows, weights, *matrices):
+GATES = {"swiglu": silu, "geglu": partial(gelu, approximate="tanh")}
+
+
+def one_by_one(counts, rows, weights, *matrices, activation="swiglu"):
     """The sum of what Megatron's MLP does for each expert, which rounds where a product ends."""
     outputs = []
     for index, (x, w) in enumerate(zip(rows.split(counts), weights.split(counts))):
         gate, up = (x @ matrices[index].mT).chunk(2, -1)
-        active = ((silu(gate) * up) * w[:, None]).to(rows.dtype)
+        active = ((GATES[activation](gate) * up) * w[:, None]).to(rows.dtype)
         outputs.append(active @ matrices[len(counts) + index].mT)
     return torch.cat(outputs)
 
@@ -63,10 +70,27 @@ def results(function, tensors, grad):
 def test_the_same_as_one_by_one(monkeypatch, counts, known, again):
     """known: who has no rows."""
     monkeypatch.setattr(grouped_experts, "grouped_mm", grouped.product)
+    compare_with_one_by_one(counts, known, again, "swiglu")
+
+
+@pytest.mark.parametrize("again", (False, True), ids=("kept", "again"))
+def test_geglu_is_the_same_as_one_by_one(monkeypatch, again):
+    monkeypatch.setattr(grouped_experts, "grouped_mm", grouped.product)
+    compare_with_one_by_one((5, 0, 8), True, again, "geglu")
+
+
+def compare_with_one_by_one(counts, known, again, activation):
     ends, tensors, grad = problem(counts, torch.float64)
-    how = ends, again, [expert for expert, rows in enumerate(counts) if not rows] if known else None
+    how = (
+        ends,
+        again,
+        [expert for expert, rows in enumerate(counts) if not rows] if known else None,
+        WEIGHTED[activation],
+    )
     found = results(lambda rows, weights, *more: _Experts.apply(rows, weights, *how, *more), tensors, grad)
-    for one, other in zip(found, results(partial(one_by_one, counts), tensors, grad), strict=True):
+    for one, other in zip(
+        found, results(partial(one_by_one, counts, activation=activation), tensors, grad), strict=True
+    ):
         assert one.shape == other.shape
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
@@ -77,7 +101,11 @@ def test_torchs_own_product_is_as_good_in_bf16(counts):
     ends, exact, grad = problem(counts, torch.float64)
     wanted = results(partial(one_by_one, counts), exact, grad)
     _, rounded, grad = problem(counts, torch.bfloat16)
-    found = results(lambda rows, weights, *more: _Experts.apply(rows, weights, ends, False, None, *more), rounded, grad)
+    found = results(
+        lambda rows, weights, *more: _Experts.apply(rows, weights, ends, False, None, WEIGHTED["swiglu"], *more),
+        rounded,
+        grad,
+    )
     twin = results(partial(one_by_one, counts), rounded, grad)
 
     def error(tensors):
@@ -99,7 +127,7 @@ def test_gradients_are_added_where_megatron_keeps_them(monkeypatch):
         matrix.main_grad, matrix.grad_added_to_main_grad = torch.ones_like(matrix), False
         matrix.register_post_accumulate_grad_hook(woken.append)
     for _ in range(2):
-        _Experts.apply(*tensors[:2], ends, False, None, *tensors[2:]).backward(grad)
+        _Experts.apply(*tensors[:2], ends, False, None, WEIGHTED["swiglu"], *tensors[2:]).backward(grad)
     for matrix, gradient in zip(tensors[2:], wanted, strict=True):
         assert matrix.grad_added_to_main_grad
         torch.testing.assert_close(matrix.main_grad, 1 + 2 * gradient, rtol=1e-12, atol=1e-12)
@@ -114,7 +142,7 @@ def test_what_is_computed_again_is_not_kept(monkeypatch):
     def kept(again):
         nbytes = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: nbytes.append(t.nbytes), lambda t: t):
-            _Experts.apply(*tensors[:2], ends, again, None, *tensors[2:])
+            _Experts.apply(*tensors[:2], ends, again, None, WEIGHTED["swiglu"], *tensors[2:])
         return sum(nbytes)
 
     assert kept(False) - kept(True) == 16 * 2 * INNER * 8
@@ -128,6 +156,9 @@ KERNELS = {
     "forward": (weighted_swiglu, lambda: (torch.randn(50, 2 * INNER).bfloat16(), torch.rand(50))),
     "again": (weighted_swiglu_again, gradient_problem),
     "backward": (weighted_swiglu_backward, gradient_problem),
+    "geglu-forward": (weighted_geglu, lambda: (torch.randn(50, 2 * INNER).bfloat16(), torch.rand(50))),
+    "geglu-again": (weighted_geglu_again, gradient_problem),
+    "geglu-backward": (weighted_geglu_backward, gradient_problem),
     "sum": (add_rows, lambda: (torch.randn(50, HIDDEN).bfloat16(), torch.randint(0, 50, (20, 4)))),
     "mask": (without_empty, lambda: (torch.randn(3, 8, 8).bfloat16(), torch.tensor([4, 4, 9], dtype=torch.int32))),
 }

@@ -10,11 +10,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from support.models import families
+from support.models.decoders import attending, with_mlp
 from transformers import AutoModelForCausalLM
 
 from isoloss.engine.step.model_source import open_weights
 from isoloss.models.families import gpt_oss
 from isoloss.models.families.registry import read_architecture
+from isoloss.models.kinds.dense import Dense
+from isoloss.models.kinds.weight import Part
 from isoloss.models.weights.hf_checkpoint import (
     HFReader,
     check,
@@ -23,7 +26,7 @@ from isoloss.models.weights.hf_checkpoint import (
 )
 from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.models.weights.side_files import SideFiles
-from isoloss.models.weights.weight_map import Part, weight_map
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel.runtime.errors import UserError
 
 
@@ -241,7 +244,7 @@ def test_random_weights_depend_on_seed_and_name_alone(tmp_path):
     q, k = (f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in (0, 1))
     assert not torch.equal(forward[q], forward[k]) and not torch.equal(forward[q], other.whole(weights[q]))
     assert torch.equal(forward["decoder.final_layernorm.weight"], torch.ones(16))
-    deeper = RandomWeights(replace(arch, num_layers=12), 1)
+    deeper = RandomWeights(replace(arch, layers=arch.layers[:1] * 12), 1)
     assert torch.equal(deeper.whole(weights[q]), forward[q])
     down = "decoder.layers.0.mlp.linear_fc2.weight"
     torch.testing.assert_close(deeper.whole(weights[down]), forward[down] * (3 / 12) ** 0.5)
@@ -258,7 +261,8 @@ def test_experts_that_share_a_tensor_begin_apart():
 
 def test_random_weights_have_the_spread_that_was_asked_for(tmp_path):
     tiny_folder(tmp_path)
-    arch = replace(read_architecture(tmp_path), hidden_size=256, intermediate_size=512, num_layers=8, qkv_bias=True)
+    arch = with_mlp(attending(read_architecture(tmp_path), qkv_bias=True), Dense(512))
+    arch = replace(arch, hidden_size=256, layers=arch.layers[:1] * 8)
     source = RandomWeights(arch, 0, std=0.1)
 
     whole = {weight.name: source.whole(weight) for weight in weight_map(arch) if weight.layer == 0}

@@ -26,6 +26,7 @@ WRAPPED: dict[str, tuple[type[PreTrainedConfig], str, Config, Config]] = {
     "mistral": (Mistral3Config, "Mistral3ForConditionalGeneration", PIXTRAL, {"tie_word_embeddings": False}),
     "ministral-3": (Mistral3Config, "Mistral3ForConditionalGeneration", PIXTRAL, {"tie_word_embeddings": False}),
     "gemma-4": (Gemma4Config, "Gemma4ForConditionalGeneration", GEMMA_VISION, {}),
+    "gemma-4-moe": (Gemma4Config, "Gemma4ForConditionalGeneration", GEMMA_VISION, {}),
     "qwen3.5": (Qwen3_5Config, "Qwen3_5ForConditionalGeneration", VISION, {}),
 }
 # They choose the class, or the reader does not look at them.
@@ -148,7 +149,7 @@ def test_a_field_left_out_or_null_means_what_transformers_takes_it_for(name):
 @pytest.mark.parametrize("name", WRAPPED)
 def test_within_a_multimodal_model(name):
     config_class, architecture, vision, more = WRAPPED[name]
-    inner = families.config(name, **({"pad_token_id": 0} if name == "gemma-4" else {})).to_dict()
+    inner = families.config(name, **({"pad_token_id": 0} if name.startswith("gemma-4") else {})).to_dict()
     whole = config_class(text_config=inner, vision_config=vision, **more)
     config = json.loads(whole.to_json_string()) | {"architectures": [architecture]}
     assert check(name, config_class, config) >= 5 and check_types(config) >= 5
@@ -166,4 +167,8 @@ def test_key_value_heads_that_are_left_out(name, heads, kv_heads):
     config = json.loads(found.to_json_string(use_diff=False))
     config = changed(config | {"architectures": families.published(name)["architectures"]}, ("num_key_value_heads",))
     arch = ours(config)
-    assert arch is not None and arch == ours(theirs(config_class, config) or {}) and arch.num_kv_heads == kv_heads
+    assert (
+        arch is not None
+        and arch == ours(theirs(config_class, config) or {})
+        and arch.attentions[0].kv_heads == kv_heads
+    )

@@ -1,21 +1,19 @@
 """Layouts as text, in a world, and for a model: every refusal names the key and the value. No process group."""
 
-from dataclasses import replace
-
 import pytest
+from support.models.decoders import decoder, sparse, with_mlp
 from support.ranks.layouts import ON_GPUS, overrides
 
 from isoloss.engine.config import rules
 from isoloss.engine.config.schema import Config, ModelConfig
-from isoloss.models.architecture import Architecture, Experts
-from isoloss.models.rope import Rope
+from isoloss.models.kinds.dense import Dense
 from isoloss.parallel import Layout, UserError
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.prove.proof import on_layout
 
-DENSE = Architecture("llama", 6, 48, 8, 4, 6, 72, 100, 1e-6, Rope(1e4), False, False, False, 64, "float32", 6)
+DENSE = decoder(6, 48, (8, 4, 6), 72, 100)
 CONFIG = Config(ModelConfig("anywhere"))
-SPARSE = replace(DENSE, experts=Experts(6, 2, 28, "softmax", True, shared_size=36))
+SPARSE = sparse(DENSE, 6, 2, 28, "softmax", True, shared_size=36)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +45,8 @@ def test_models_with_experts_admit(text):
 
 REFUSED = [
     (DENSE, "tp3", "parallel.tp=3 does not divide the model's 8 attention heads"),
-    (replace(DENSE, num_kv_heads=8, num_heads=24, intermediate_size=96), "tp3", "neither divides nor is a multiple of"),
-    (replace(DENSE, intermediate_size=73), "tp2", "parallel.tp=2 does not divide the model's intermediate_size 73"),
+    (decoder(6, 48, (24, 8, 6), 96, 100), "tp3", "neither divides nor is a multiple of"),
+    (with_mlp(DENSE, Dense(73)), "tp2", "parallel.tp=2 does not divide the model's intermediate_size 73"),
     (DENSE, "tp2+ulysses8", "parallel.ulysses=8 does not divide the 4 attention heads of a TP rank"),
     (DENSE, "pp4+vpp2", "parallel.pp=4 x vpp=2 makes more stages than the model's 6 layers"),
     (DENSE, "ep2", "parallel.ep=2 is for mixture-of-experts models and this one is dense; set it to 1"),
@@ -57,7 +55,11 @@ REFUSED = [
     (SPARSE, "ep4", r"parallel.ep=4 does not divide the model's 6 experts; use one of \[1, 2, 3, 6\]"),
     (SPARSE, "tp8+etp8", "parallel.etp=8 does not divide the model's expert width 28"),
     (SPARSE, "tp8", "parallel.tp=8 does not divide the model's shared expert's width 36"),
-    (replace(SPARSE, linear_bias=True), "tp2+etp2", "parallel.etp=2 does not work with biases in the experts"),
+    (
+        sparse(DENSE, 6, 2, 28, "softmax", True, bias=True),
+        "tp2+etp2",
+        "parallel.etp=2 does not work with biases in the experts",
+    ),
 ]
 
 

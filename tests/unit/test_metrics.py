@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.models.decoders import decoder
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
@@ -14,8 +15,6 @@ from isoloss.engine.batching.balance import CostModel
 from isoloss.engine.instruments.console import say
 from isoloss.engine.run import metrics
 from isoloss.engine.run.metrics import MetricsLog, mfu, peak_flops
-from isoloss.models.architecture import Architecture
-from isoloss.models.rope import Rope
 
 
 def rows(path: Path) -> list[dict]:
@@ -187,11 +186,7 @@ def test_flops_of_whole_sequences_and_of_what_goes_on_from_a_prompt():
     assert model.cost_of_spans([(0, 3), (3, 5), (3, 4)]) == 48 + (100 - 48) + (72 - 48)
     assert model.cost_of_spans([]) == 0.0
     # The rule of thumb, 6 FLOPs per parameter and token, holds for short sequences of a wide model.
-    wide = CostModel.of(
-        Architecture(
-            "llama", 32, 4096, 32, 32, 128, 11008, 32000, 1e-5, Rope(1e4), False, False, False, 4096, "float16", 128
-        )
-    )
+    wide = CostModel.of(decoder(32, 4096, (32, 32, 128), 11008, 32000))
     parameters = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32000
     assert 3 * wide.cost_of_spans([(0, 128)] * 4) == pytest.approx(6 * parameters * 512, rel=0.01)
 

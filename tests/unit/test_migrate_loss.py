@@ -10,7 +10,7 @@ import torch
 
 from isoloss.parallel.aggregation import Aggregation
 from isoloss.parallel.normalizer import TokenCounts, token_weights
-from isoloss.tools.migrate.command import READERS
+from isoloss.tools.migrate.__main__ import READERS
 from isoloss.tools.migrate.result import migrate
 
 # Of two ranks, two micro-batches of two sequences: their target tokens. One sequence has none.

@@ -7,7 +7,7 @@ the factor of the table, must be that.
 import numpy as np
 import pytest
 
-from isoloss.tools.migrate.command import main
+from isoloss.tools.migrate.__main__ import main
 from isoloss.tools.migrate.releases import PASTS, Past, Sizes, in_effect
 
 GENERATOR = np.random.default_rng(1)
@@ -75,14 +75,14 @@ def test_the_generated_batch_of_the_oracle_feeds_two_equal_steps():
     assert TOKENS == OTHER_TOKENS and SIZES.steps == 2
 
 
-@pytest.mark.parametrize("past", PASTS, ids=lambda past: f"{past.trainer} {past.of}")
+@pytest.mark.parametrize("past", PASTS, ids=lambda past: f"{past.trainer} {past.loss}")
 def test_a_row_is_what_its_release_computed(past):
-    if (past.trainer, past.of) not in ARITHMETIC:
-        assert past.factor is None and past.weights is None, "a number without arithmetic"
+    if (past.trainer, past.loss) not in ARITHMETIC:
+        assert not past.formula and past.weights is None, "a number without arithmetic"
         return
-    computed, documented = ARITHMETIC[past.trainer, past.of]
+    computed, documented = ARITHMETIC[past.trainer, past.loss]
     base = weighted(past) if documented is None else documented
-    factor = 1 if past.factor is None else past.factor(SIZES)
+    factor = past.factor(SIZES)
     assert factor * base == pytest.approx(computed(), rel=1e-12)
     if past.formula:
         values = {name: value for name, value in vars(SIZES).items() if value is not None}
@@ -92,7 +92,7 @@ def test_a_row_is_what_its_release_computed(past):
 
 def test_one_pair_in_a_micro_batch_and_three_in_another_weigh_as_reported():
     """ms-swift PR 10144: 1/2, 1/6, 1/6, 1/6."""
-    (past,) = [past for past in PASTS if past.of == "packed DPO"]
+    (past,) = [past for past in PASTS if past.loss == "packed DPO"]
     assert past.weights is not None
     assert past.weights.weights([[[1], [1, 1, 1]]]) == pytest.approx([1 / 2, 1 / 6, 1 / 6, 1 / 6])
 
@@ -113,7 +113,7 @@ def test_one_pair_in_a_micro_batch_and_three_in_another_weigh_as_reported():
     ],
 )
 def test_a_release_is_that_of_its_day(trainer, release, of, holds):
-    assert (of in [past.of for past in in_effect(trainer, release)]) == holds
+    assert (of in [past.loss for past in in_effect(trainer, release)]) == holds
 
 
 VERL = ["verl", "algorithm.adv_estimator=grpo", "data.train_batch_size=256", "actor_rollout_ref.rollout.n=4",

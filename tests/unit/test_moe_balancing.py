@@ -6,21 +6,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.models.decoders import decoder, with_mlp
 
 from isoloss.engine.config.schema import LossConfig, MoeConfig
 from isoloss.engine.step import moe_balancing
 from isoloss.engine.step.losses import Loss, Term, cross_entropy, negative_log_likelihood
-from isoloss.models.architecture import Architecture, Experts
+from isoloss.models.kinds.experts import Experts
 from isoloss.models.mcore.moe.router import route, selection_margin
 from isoloss.models.mcore.moe.router_losses import RoutedTokens
-from isoloss.models.rope import Rope
 from isoloss.parallel import UserError
 from isoloss.parallel.aggregation import Aggregation
 
 EXPERTS = Experts(6, 2, 28, "softmax", True)
-DENSE = Architecture("llama", 6, 48, 8, 4, 6, 72, 100, 1e-6, Rope(1e4), False, False, False, 64, "float32", 6)
-SPARSE = replace(DENSE, family="mixtral", experts=EXPERTS)
-BIASED = replace(SPARSE, experts=replace(EXPERTS, selection_bias=True))
+DENSE = decoder(6, 48, (8, 4, 6), 72, 100)
+SPARSE = replace(with_mlp(DENSE, EXPERTS), family="mixtral")
+BIASED = with_mlp(SPARSE, replace(EXPERTS, selection_bias=True))
 LENGTHS = (5, 1, 9, 2)  # of the documents of a row; then two tokens of padding
 TOKENS = sum(LENGTHS)
 COEFFICIENTS = (0.3, 0.02)

@@ -8,11 +8,13 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import rms_norm, silu
 
 from isoloss.models.mcore.layer_config import LayerConfig
-from isoloss.models.mcore.layers.gated_attention import _Gated, gate_backward, gate_forward, gated
-from isoloss.models.mcore.layers.gated_norm import gated_norm, gated_norm_backward, gated_norm_forward
+from isoloss.models.mcore.layers.grouped_attention import _Gated, gate_backward, gate_forward, gated
 from isoloss.models.mcore.layers.norm import (
     RMSNorm,
     _OffsetNorm,
+    gated_norm,
+    gated_norm_backward,
+    gated_norm_forward,
     norm_backward,
     offset_norm,
     unit_norm,

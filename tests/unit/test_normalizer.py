@@ -3,11 +3,21 @@
 import numpy as np
 import pytest
 import torch
-from support.ranks.normalizer import GROUPS, MASKS, NORM_LENGTH, NUM_GROUPS, norm_length, reference_loss, weights_of
+from support.ranks.normalizer import (
+    GROUPS,
+    MASKS,
+    NORM_LENGTH,
+    NUM_GROUPS,
+    NUM_SEQUENCES,
+    SEQUENCES,
+    norm_length,
+    reference_loss,
+    weights_of,
+)
 
 from isoloss.parallel import GlobalLossNormalizer, UserError
 from isoloss.parallel.aggregation import MODES, Aggregation
-from isoloss.parallel.normalizer import count_tokens
+from isoloss.parallel.normalizer import count_tokens, token_weights
 
 
 @pytest.mark.parametrize("count_fully_masked", [False, True])
@@ -88,6 +98,30 @@ def test_without_a_valid_token_every_weight_is_zero(mode, count_fully_masked, ma
     assert counts.sequences == (len(masks) if count_fully_masked else 0)
 
 
+@pytest.mark.parametrize("count_fully_masked", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sequence_weighs_the_same_however_it_is_cut(mode, count_fully_masked, one_rank):
+    """Its samples joined are what its tokens and prompt say, token by token."""
+    weights, counts = weights_of(mode, range(len(MASKS)), one_rank, count_fully_masked, cut=True)
+    members = [[i for i, of in enumerate(SEQUENCES) if of == number] for number in range(NUM_SEQUENCES - 1)]
+    whole = [torch.cat([MASKS[i] for i in of]) for of in members]
+    groups = [GROUPS[of[0]] for of in members]
+    normalizer = GlobalLossNormalizer(
+        mode, one_rank, norm_length=norm_length(mode), count_fully_masked=count_fully_masked
+    )
+    wanted, wanted_counts = normalizer.weights(whole, groups, num_groups=NUM_GROUPS)
+    assert counts == wanted_counts and counts.sequences == (6 if count_fully_masked else 4)
+    assert all(torch.cat([weights[i] for i in of]).equal(joined) for of, joined in zip(members, wanted, strict=True))
+
+
+@pytest.mark.parametrize("arguments", [{"sequence_ids": [0]}, {"num_sequences": 1}])
+def test_a_cut_sequence_needs_its_number_and_how_many_there_are(arguments, one_rank):
+    with pytest.raises(ValueError, match="needs sequence_ids and num_sequences"):
+        GlobalLossNormalizer("token-mean", one_rank).weights([torch.ones(2)], **arguments)
+    with pytest.raises(ValueError, match=r"sequence_ids must be in 0\.\.1 \(num_sequences=2\), not 2"):
+        GlobalLossNormalizer("sum", one_rank).weights([torch.ones(2)], sequence_ids=[2], num_sequences=2)
+
+
 def test_counts_are_exact_beyond_what_fp32_holds(one_rank):
     """2^24 + 1 tokens: an fp32 count would round to 2^24."""
     masks = [torch.ones(2**24, dtype=torch.bool), torch.ones(1, dtype=torch.bool)]
@@ -120,8 +154,7 @@ def test_several_aggregations_share_the_counts(one_rank):
     masks = [torch.tensor([0, 1, 1]), torch.tensor([0, 1])]
     counts = count_tokens(masks, one_rank)
     (mean, of_mean), (summed, of_sum) = (
-        GlobalLossNormalizer(Aggregation(mode), one_rank).weights(masks, counts=counts)
-        for mode in ("token-mean", "sum")
+        token_weights(masks, counts, Aggregation(mode)) for mode in ("token-mean", "sum")
     )
     assert [w.tolist() for w in mean] == [pytest.approx([0, 1 / 3, 1 / 3]), pytest.approx([0, 1 / 3])]
     assert [w.tolist() for w in summed] == [[0, 1, 1], [0, 1]]

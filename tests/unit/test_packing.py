@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from isoloss.engine.batching.packing import PackedBatch, pack
+from isoloss.engine.batching.packing import PackedBatch, StepSamples, pack
 from isoloss.engine.batching.sample import Sample
+from isoloss.parallel.ops.prefix_tree import PrefixTree
 from isoloss.parallel.ops.row_order import chunk_borders, tokens_of
 
 CPU = torch.device("cpu")
@@ -36,6 +37,13 @@ def make_samples(lengths, seed=0):
         start += length
     offsets = [sum(lengths[:i]) for i in range(len(lengths))]
     return samples, weights, offsets
+
+
+def packed(samples, weights, rank_mesh, chosen=None, modes: int = 2) -> PackedBatch:
+    """The row of the chosen samples of a step, all of them by default."""
+    chosen = range(len(samples)) if chosen is None else chosen
+    tree = PrefixTree.apart([len(samples[index]) for index in chosen])
+    return pack(StepSamples(samples, dict(enumerate(weights)), modes), chosen, tree, rank_mesh, CPU)
 
 
 def concatenated(shards: list[PackedBatch], ring: int = 1) -> PackedBatch:
@@ -122,7 +130,7 @@ def check_whole_row(row: PackedBatch, samples, weights, offsets, total: int):
 def test_the_slices_of_all_ranks_are_the_row(lengths, ulysses, tp, total, ring):
     samples, weights, offsets = make_samples(lengths)
     context = ulysses * ring
-    shards = [pack(samples, weights, offsets, mesh(ulysses, rank, tp, ring), CPU) for rank in range(context)]
+    shards = [packed(samples, weights, mesh(ulysses, rank, tp, ring)) for rank in range(context)]
     assert [shard.tokens_R.numel() for shard in shards] == [total // context] * context
     assert all(shard.lengths == shards[0].lengths for shard in shards)
     check_whole_row(concatenated(shards, ring), samples, weights, offsets, total)
@@ -147,7 +155,7 @@ def test_samples_of_a_step_keep_their_place_whatever_the_order():
     samples, weights, offsets = make_samples([4, 6, 3])
     chosen = [2, 0]
     args = [[values[i] for i in chosen] for values in (samples, weights, offsets)]
-    row = pack(*args, mesh(), CPU)
+    row = packed(samples, weights, mesh(), chosen)
     check_whole_row(row, *args, total=7)
     step = torch.cat([sample.tokens_T for sample in samples])
     assert torch.equal(step[row.origin_N], row.targets_N)
@@ -155,27 +163,26 @@ def test_samples_of_a_step_keep_their_place_whatever_the_order():
 
 def test_the_first_token_of_a_document_is_no_target_of_the_one_before():
     samples = [Sample(torch.tensor([1, 2]), torch.tensor([False, True])) for _ in range(3)]
-    row = pack(samples, [torch.ones((1, 2), dtype=torch.float64)] * 3, [0, 2, 4], mesh(2), CPU)
-    whole = concatenated(
-        [row, pack(samples, [torch.ones((1, 2), dtype=torch.float64)] * 3, [0, 2, 4], mesh(2, 1), CPU)]
-    )
+    weights = [torch.ones((1, 2), dtype=torch.float64)] * 3
+    whole = concatenated([packed(samples, weights, mesh(2, rank)) for rank in range(2)])
     assert whole.labelled_N.tolist() == [0, 2, 4] and whole.targets_N.tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize(("context", "tp"), [(1, 1), (2, 1), (4, 2)])
 def test_an_empty_micro_batch_is_a_row_of_padding_without_labels(context, tp):
     for rank in range(context):
-        row = pack([], [], [], mesh(context, rank, tp), CPU)
+        row = packed([], [], mesh(context, rank, tp))
         assert row.tokens_R.tolist() == [0] * tp and row.lengths == (context * tp,)
         assert row.positions_R.tolist() == list(range(rank * tp, rank * tp + tp))
         for values in (row.labelled_N, row.targets_N, row.weights_AN, row.origin_N, row.document_N):
             assert values.numel() == 0
         assert not row.fields
-        row = pack([], [], [], mesh(context, rank, tp), CPU, ["advantages"], 2)  # what the loss of the step asks for
-        assert row.weights_AN.shape == (2, 0) and row.fields["advantages"].shape == (0,)
+        row = packed(*make_samples([3])[:2], mesh(context, rank, tp), [])  # the loss reads fields of others of the step
+        assert row.weights_AN.shape == (2, 0) and row.fields.keys() == {"advantages", "old"}
+        assert row.fields["advantages"].shape == (0,)
 
 
 def test_a_micro_batch_without_targets_has_no_labels():
     samples = [Sample(torch.tensor([1, 2, 3]), torch.zeros(3, dtype=torch.bool))]
-    row = pack(samples, [torch.zeros((1, 3), dtype=torch.float64)], [0], mesh(), CPU)
+    row = packed(samples, [torch.zeros((1, 3), dtype=torch.float64)], mesh())
     assert row.labelled_N.numel() == row.targets_N.numel() == row.weights_AN.numel() == 0

@@ -8,7 +8,7 @@ from support.models.gated_delta import token_by_token
 from torch import Tensor
 
 import isoloss.parallel.ops.gated_delta
-from isoloss.parallel.ops.gated_delta import delta_rule, delta_rule_and_states
+from isoloss.parallel.ops.gated_delta import DeltaInputs, delta_rule, delta_rule_and_states
 from isoloss.parallel.ops.gated_delta_chunks import CHUNK
 from isoloss.parallel.ops.prefix_scan import convolve_forest, scan_forest
 from isoloss.parallel.ops.prefix_tree import PrefixTree
@@ -75,7 +75,7 @@ def check_rule(forest: PrefixTree) -> None:
     given = [normal(tokens, 2, 6), normal(tokens, 2, 6), normal(tokens, 4, 5)]
     given += [-SPEEDS * normal(tokens, 4).exp(), normal(tokens, 4).sigmoid()]
     compare(
-        lambda mine: scan_forest(delta_rule, delta_rule_and_states, mine, forest, VarlenCache()),
+        lambda mine: scan_forest(delta_rule, delta_rule_and_states, DeltaInputs(*mine), forest, VarlenCache()),
         lambda mine: of_whole_documents(token_by_token, mine, forest),
         given,
     )

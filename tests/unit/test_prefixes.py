@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isoloss.engine.batching.packing import pack
+from isoloss.engine.batching.packing import StepSamples, pack
 from isoloss.engine.batching.prefixes import fold
 from isoloss.engine.batching.sample import Sample
 from isoloss.parallel.ops.prefix_tree import PrefixTree
@@ -25,8 +25,10 @@ def tensors(*samples: str) -> list[torch.Tensor]:
 
 def texts(*samples: str) -> list[tuple[str, int, tuple[int, ...]]]:
     """The pieces of these samples: text, parent and samples of each."""
-    pieces = fold(tensors(*samples))
-    return [(samples[p.samples[0]][p.start : p.stop], p.parent, p.samples) for p in pieces]
+    tree = fold(tensors(*samples))
+    of_piece = [tuple(s for s, path in enumerate(tree.paths) if piece in path) for piece in range(len(tree.lengths))]
+    text = [samples[of[0]][start:stop] for of, (start, stop) in zip(of_piece, tree.spans)]
+    return list(zip(text, tree.parents, of_piece))
 
 
 def test_a_group_is_its_prompt_and_its_completions():
@@ -86,9 +88,10 @@ def test_every_target_is_there_once_behind_its_own_beginning(tokens, grid):
         weights.append(torch.stack([origin, -origin]))
         offsets.append(place)
         place += len(sample)
-    pieces = fold(tokens)
+    tree = fold(tokens)
+    step = StepSamples(samples, dict(enumerate(weights)), 2)
     ranks = [mesh(ulysses, rank, 1, ring) for rank in range(ring * ulysses)]
-    packed = [pack(samples, weights, offsets, rank, CPU, (), 2, pieces) for rank in ranks]
+    packed = [pack(step, range(len(samples)), tree, rank, CPU) for rank in ranks]
     lengths, forest = packed[0].lengths, PrefixTree(packed[0].lengths, packed[0].parents)
     starts = [0, *itertools.accumulate(lengths)]
     own = [tokens_of(lengths, ring, rank // ulysses, ulysses, rank % ulysses) for rank in range(len(ranks))]
@@ -96,7 +99,7 @@ def test_every_target_is_there_once_behind_its_own_beginning(tokens, grid):
     for places, of_rank in zip(own, packed):
         row[places] = of_rank.tokens_R
         piece_of = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-        assert of_rank.piece_R.equal(torch.where(piece_of < len(pieces), piece_of, -1)[places])
+        assert of_rank.piece_R.equal(torch.where(piece_of < len(tree.lengths), piece_of, -1)[places])
         at = torch.arange(sum(lengths)) - torch.tensor(starts)[piece_of] + torch.tensor(forest.offsets)[piece_of]
         assert of_rank.positions_R.equal(at[places])
     found = []
@@ -115,6 +118,6 @@ def test_every_target_is_there_once_behind_its_own_beginning(tokens, grid):
             found.append(origin)
     wanted = [offset + t for offset, s in zip(offsets, samples) for t in range(len(s)) if s.mask_T[t]]
     assert sorted(found) == wanted
-    lengths_of = [[float(s in piece.samples) for piece in pieces] for s in range(len(samples))]
-    assert packed[0].members_SP.tolist() == lengths_of
-    assert sum(map(len, pieces)) <= sum(map(len, tokens))
+    members = [[float(piece in path) for piece in range(len(tree.lengths))] for path in tree.paths]
+    assert packed[0].members_SP.tolist() == members
+    assert sum(tree.lengths) <= sum(map(len, tokens))

@@ -10,7 +10,7 @@ from isoloss.engine.rl.config import RLConfig
 from isoloss.models.weights.weight_map import num_parameters
 
 NAMES = {"8b": "Qwen3-8B", "32b": "Qwen3-32B", "70b": "Llama-3.1-70B", "30b_a3b": "Qwen3-30B-A3B",
-         "27b": "Qwen3.5-27B"}  # fmt: skip
+         "27b": "Qwen3.5-27B", "26b_a4b": "Gemma-4-26B-A4B"}  # fmt: skip
 
 
 @pytest.mark.parametrize("preset", cluster_presets(), ids=str)

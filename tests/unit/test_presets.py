@@ -73,7 +73,7 @@ def test_the_cache_fits_beside_the_model_that_generates(preset, tmp_path):
 
 # ---- every size on every number of GPUs ------------------------------------------------------------------------------
 
-SIZES = ("8b", "32b", "70b", "30b_a3b")  # 27b is for fine-tuning alone
+SIZES = ("8b", "32b", "70b", "30b_a3b")  # 27b and 26b_a4b are for fine-tuning alone
 NODES = (8, 16, 32, 64)
 
 

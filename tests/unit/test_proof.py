@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import Config, LossConfig, ModelConfig
 from isoloss.engine.rl.config import AlgorithmConfig
+from isoloss.models.kinds.mappings import Replicated, Vocabulary
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.weights.manifest import FileRecord
-from isoloss.models.weights.mappings import Replicated, Vocabulary
-from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel import Layout, UserError
 from isoloss.tools.convert import verify, verify_logits, verify_tensors
 from isoloss.tools.convert.verify_logits import CEILING, LogitsEvidence
@@ -25,6 +25,7 @@ from isoloss.tools.prove.bugs import NO_BUG, PLANTED_BUGS, RunTraits
 from isoloss.tools.prove.bugs.bug import means_differ
 from isoloss.tools.prove.certificate import ProofRun, claims
 from isoloss.tools.prove.parity import Case, Measurement, Norms, Tolerance, compare
+from isoloss.tools.prove.proof import rollout_fields
 from isoloss.tools.prove.routing import (
     Choices,
     LayerRouting,
@@ -33,7 +34,6 @@ from isoloss.tools.prove.routing import (
     merge_routing,
     routing_faults,
 )
-from isoloss.tools.prove.synthetic_rollouts import rollout_fields
 
 WHOLE = Measurement(2.0, 2.0, {"kl": 0.5}, 1.0, 1.0, 1, None, {"a": Norms(1.0, 1.0, 0.0)})
 TOLERANCE = Tolerance(loss=1e-12, gradient=1e-10)

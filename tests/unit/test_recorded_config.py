@@ -53,6 +53,9 @@ SET: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_layernorm": True},
     "gemma-4": {"qk_layernorm": True, "rotary_base": [100.0, 1e4],
                 "activation_func": {"_target_": "megatron.core.activations.fast_gelu", "_call_": False}},
+    "gemma-4-moe": {"qk_layernorm": True, "rotary_base": [100.0, 1e4], "moe_shared_expert_intermediate_size": 72,
+                    "moe_router_pre_softmax": False, "moe_router_topk": 3, "num_moe_experts": 6,
+                    "activation_func": {"_target_": "megatron.core.activations.fast_gelu", "_call_": False}},
     "qwen3-moe": {"qk_layernorm": True},
     "qwen3-moe-unnormalized": {"qk_layernorm": True, "moe_router_pre_softmax": True},
     "deepseek-v3": {**LATENT, "moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 2 * 28,
@@ -102,7 +105,10 @@ def arch(tmp_path):
     return of
 
 
-OTHER_WEIGHTS = {"qwen3.5": "out_norm", "qwen3.5-moe": "out_norm", "qwen3-next": "out_norm", "gemma-4": "of values"}
+OTHER_WEIGHTS = {
+    "qwen3.5": "out_norm", "qwen3.5-moe": "out_norm", "qwen3-next": "out_norm", "gemma-4": "of values",
+    "gemma-4-moe": "of values",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in OTHER_WEIGHTS])

@@ -7,7 +7,7 @@ import torch
 from support.plans import device_lint
 from torch import nn
 
-from isoloss.engine.step.forward_backward import run_step
+from isoloss.engine.step.forward_backward import run_step, run_targets
 from isoloss.parallel import sequence
 from isoloss.parallel.runtime.versions import SUPPORTED_MEGATRON
 from isoloss.tools.plan.phases import HALF
@@ -186,7 +186,8 @@ def test_what_lives_at_a_peak_is_told_by_kind(recorder):
     assert report.peak_kinds == {"weights": 8 * KIB, "critic": 4 * KIB, "activations": 2 * KIB}
     assert report.peak_sites == {"torch": 14 * KIB}
     assert (
-        kind_of("isoloss/parallel/vocab.py:66") == "loss head" and kind_of("isoloss/parallel/ring.py:1") == "exchange"
+        kind_of("isoloss/parallel/loss_head.py:66") == "loss head"
+        and kind_of("isoloss/parallel/ring.py:1") == "exchange"
     )
     assert weights.nbytes + critic.nbytes + activations.nbytes == report.peak
 
@@ -235,9 +236,9 @@ def test_what_does_not_grow_with_the_micro_batches_is_refused(two_micro_batches)
 
 
 def test_a_place_is_the_function_around_a_line():
-    inner = next(c for c in run_step.__code__.co_consts if getattr(c, "co_name", "") == "token_loss")
+    inner = next(c for c in run_targets.__code__.co_consts if getattr(c, "co_name", "") == "collect")
     assert (
         device_lint.function_at("isoloss/engine/step/forward_backward.py", inner.co_firstlineno + 1)
-        == "run_step.token_loss"
+        == "run_targets.collect"
     )
     assert device_lint.function_at("isoloss/engine/step/forward_backward.py", 1) == "module"

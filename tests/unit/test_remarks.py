@@ -11,7 +11,7 @@ from support.runs.runs import write_rows
 from isoloss.engine.config.schema import BatchConfig, Config, DataConfig, ModelConfig
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.dataset import load_dataset
-from isoloss.engine.data.remarks import digest, repeats_told, told
+from isoloss.engine.data.remarks import digest, remark_lines, repeat_lines
 from isoloss.engine.rl.config import RLConfig, RLDataConfig
 from isoloss.engine.rl.prompts import load_prompts
 from isoloss.engine.rl.report import banner
@@ -45,10 +45,10 @@ def test_forms_are_counted_and_told_where_they_differ(load):
     for _ in range(2):  # tokenized, then from the cache
         stats = load(text, talk, pair, text).stats
         assert stats.forms == {"text": 2, "messages": 1, "prompt + completion": 1}
-    assert told("data.train", stats.forms, {}) == [
+    assert remark_lines("data.train", stats.forms, {}) == [
         "data.train: several forms: 2 rows of text, 1 rows of messages, 1 rows of prompt + completion"
     ]
-    assert told("data.eval", {"text": 4}, {}) == []
+    assert remark_lines("data.eval", {"text": 4}, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_rows_with_an_empty_turn_are_counted(load, turns, empty):
     rows = [{"messages": turns}, {"prompt": [ASKED], "completion": turns[1:]}, {"text": "a b"}]
     stats = load(*rows).stats
     assert stats.remarks.get("empty_turn", 0) == 2 * empty
-    assert len(told("data.train", {}, stats.remarks)) == empty
+    assert len(remark_lines("data.train", {}, stats.remarks)) == empty
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_rows_whose_thoughts_the_template_leaves_out_are_counted(load, tmp_path,
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     stats = load({"messages": turns}, {"text": "a b"}, tokenizer=str(tmp_path / "tokenizer")).stats
     assert stats.remarks == ({"lost_thought": 1} if lost else {})
-    lines = told("data.train", {}, stats.remarks)
+    lines = remark_lines("data.train", {}, stats.remarks)
     assert [line[:48] for line in lines] == ["data.train: 1 rows have thoughts (reasoning_cont"] * lost
 
 
@@ -106,7 +106,7 @@ def digests(*rows: int) -> list[bytes]:
     ],
 )  # fmt: skip
 def test_rows_that_are_seen_more_often_than_their_number_says(train, held_out, taken, lines):
-    assert repeats_told(train, held_out, taken, "row", "step") == lines
+    assert repeat_lines(train, held_out, taken, "row", "step") == lines
 
 
 def test_the_same_tokens_have_the_same_digest_wherever_they_stand():
@@ -129,7 +129,7 @@ def test_both_recipes_tell_them(load, tmp_path, one_rank):
     prompts = [load_prompts(data, split, tokenizer, max_prompt_tokens=99) for split in ("train", "eval")]
     config = RLConfig(ModelConfig(TINY), data=data, batch=BatchConfig(7))
     rl_data: Any = SimpleNamespace(
-        train=prompts[0], eval=prompts[1], rejects=lambda _: SimpleNamespace(told=lambda _: [])
+        train=prompts[0], eval=prompts[1], rejects=lambda _: SimpleNamespace(lines=lambda _: [])
     )
     run: Any = SimpleNamespace(output_dir="here", banner=lambda weights, lines, work: lines)
     lines = banner(config, rl_data, run)

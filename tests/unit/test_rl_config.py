@@ -243,8 +243,8 @@ def test_a_misspelt_key_is_told_the_right_one():
 )
 def test_stale_tokens_with_a_loss_that_knows_where_they_are_from(changes):
     built = build(*ON_SERVERS, ("rollout.max_staleness", 2), ("rollout.over_sample", 1.25), *changes)
-    assert built.generates_beside and not build(*ON_SERVERS).generates_beside
+    assert built.overlaps_generation and not build(*ON_SERVERS).overlaps_generation
 
 
 def test_waves_keep_the_trainer_busy_on_policy_too():
-    assert build(*ON_SERVERS, ("rollout.waves", 4)).generates_beside
+    assert build(*ON_SERVERS, ("rollout.waves", 4)).overlaps_generation

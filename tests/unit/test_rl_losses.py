@@ -20,7 +20,7 @@ from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.engine.step import forward_backward as step
 from isoloss.engine.step.losses import Loss, TokenInputs
 from isoloss.parallel.aggregation import MODES
-from isoloss.parallel.normalizer import count_tokens, token_weights
+from isoloss.parallel.normalizer import Ids, count_tokens, token_weights
 
 LENGTHS = (5, 1, 9, 3, 2)
 
@@ -396,7 +396,7 @@ def config_of(mode, algorithm, count_fully_masked=False):
 
 def loss_of(loss: Loss, inputs, group):
     """As the engine adds it up: every term with the weights of its own aggregation."""
-    counts = count_tokens(MASKS, group, group_ids=GROUPS, num_groups=NUM_GROUPS)
+    counts = count_tokens(MASKS, group, prompts=Ids("group", GROUPS, NUM_GROUPS))
     weights = {a: torch.cat(token_weights(MASKS, counts, a)[0])[torch.cat(MASKS) == 1] for a in loss.aggregations}
     terms = [term.coefficient * (weights[term.aggregation] * term.per_token(inputs)).sum() for term in loss.terms]
     return sum(terms)

@@ -12,9 +12,9 @@ import torch
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.rl import report
 from isoloss.engine.rl.experience import RolloutBatch
+from isoloss.engine.rl.group_sampling import SampledGroups
 from isoloss.engine.rl.health import FIRST_ERROR
 from isoloss.engine.rl.report import RolloutLog, batch_stats, completion_stats, copy_of_the_model, rollout_stats
-from isoloss.engine.rl.rollout import SampledGroups
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
 from isoloss.engine.run.metrics import MetricsLog
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe import fused_a2a
 from support.faults import impossible
-from support.faults.refusals import Refusal, first_refusal, rule_lines, silent
+from support.faults.refusals import Refusal, first_refusal, rule_places, silent
 
 from isoloss.engine.config import rules
 from isoloss.engine.config.schema import Config, MemoryConfig, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
@@ -16,6 +16,7 @@ from isoloss.models.families.registry import read_architecture
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.mcore.activation_memory import RECOMPUTE_MODULES
 from isoloss.models.mcore.build import transformer_config
+from isoloss.models.mcore.layer_config import BuildOptions
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.parallel import Layout, UserError
 from isoloss.recipes.launch import compose_config
@@ -47,8 +48,9 @@ def refusal(row: impossible.Impossible, models: Path) -> Refusal | None:
 
 def test_every_rule_is_broken_by_some_row(refusals):
     # Most about Transformer Engine speak only where it is: tests/te/test_te_rules.py.
-    lines = [n for name, lines in rule_lines().items() if not name.startswith("transformer_engine") for n in lines]
-    assert len(lines) > 20 and silent(lines, filter(None, refusals.values())) == []
+    about = ("transformer_engine", "fused_kernel_refusals")
+    places = [place for name, places in rule_places().items() if not name.startswith(about) for place in places]
+    assert len(places) > 20 and silent(places, filter(None, refusals.values())) == []
 
 
 def test_every_key_and_module_of_a_rule_in_a_loop_is_refused(refusals):
@@ -104,7 +106,8 @@ def test_what_is_not_refused_megatron_builds(model, models, monkeypatch):
         except UserError:
             refused += 1
             continue
-        built = transformer_config(arch, layout, torch.float32, stage_layers(arch, layout, stages), memory)
+        options = BuildOptions(memory)
+        built = transformer_config(arch, layout, torch.float32, stage_layers(arch, layout, stages), options)
         assert not built.distribute_saved_activations
         assert bool(built.recompute_granularity) == (memory.recompute != "none")
         assert built.cpu_offloading_num_layers == memory.offload_layers
@@ -119,9 +122,8 @@ def test_a_dispatcher_whose_package_is_here_is_megatrons(models, monkeypatch, di
     arch, layout = read_architecture(models / "moe"), Layout.parse("ep2")
     config = Config(ModelConfig("anywhere"), moe=MoeConfig(dispatcher=dispatcher), train=TrainConfig(precision="bf16"))
     rules.check(config, arch, layout)
-    built = transformer_config(
-        arch, layout, torch.bfloat16, stage_layers(arch, layout, ()), MemoryConfig(), dispatcher=dispatcher
-    )
+    options = BuildOptions(MemoryConfig(), dispatcher=dispatcher)
+    built = transformer_config(arch, layout, torch.bfloat16, stage_layers(arch, layout, ()), options)
     if dispatcher == "alltoall":
         assert built.moe_token_dispatcher_type == "alltoall"
     else:

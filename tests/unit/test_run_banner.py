@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.models.decoders import decoder
 from support.models.gated_delta import architecture
 
 from isoloss.engine.config.schema import Config, ModelConfig
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.health import watched
-from isoloss.engine.run.folder import settings, settings_told
+from isoloss.engine.run.folder import changed_settings, settings
 from isoloss.engine.run.health import Health, Watched
 from isoloss.engine.run.metrics import MetricsLog
 from isoloss.engine.run.run import Run, RunResult
@@ -47,7 +48,7 @@ def test_the_first_lines_tell_what_is_slow_for_lack_of_a_package(
     monkeypatch.setattr(flash_linear_attention, "why_not", lambda: why)
     config = Config(ModelConfig("somewhere"), kernels=Kernels(delta_rule=wanted))
     config = replace(config, train=replace(config.train, precision=precision))
-    arch = architecture() if has_layers else replace(architecture(), delta=None)
+    arch = architecture() if has_layers else decoder(1, 26, (8, 8, 4), 16, 64)
     model = SimpleNamespace(arch=arch, stages=(1,), mesh=SimpleNamespace(layout=Layout()))
     engine = SimpleNamespace(model=model, source=SimpleNamespace(path="somewhere"))
     run: Any = SimpleNamespace(_config=config, _engine=engine, total_steps=1, output_dir="here", done=0)
@@ -70,9 +71,9 @@ def test_the_first_lines_tell_what_is_slow_for_lack_of_a_package(
 )  # fmt: skip
 def test_a_resumed_run_that_learns_otherwise_tells_by_which_keys(config, changed, told):
     now = replace(config, **{name: replace(getattr(config, name), **keys) for name, keys in changed.items()})
-    lines = settings_told(now, json.loads(json.dumps(settings(config))))
+    lines = changed_settings(now, json.loads(json.dumps(settings(config))))
     assert lines == ([f"changed since that checkpoint: {told}"] if told else [])
-    assert settings_told(now, {}) == []  # of a checkpoint that does not tell them
+    assert changed_settings(now, {}) == []  # of a checkpoint that does not tell them
 
 
 def test_a_step_that_learns_nothing_is_told_when_it_is_logged_and_in_the_end(tmp_path, one_rank, capsys):
@@ -86,7 +87,7 @@ def test_a_step_that_learns_nothing_is_told_when_it_is_logged_and_in_the_end(tmp
         metrics = StepMetrics(
             0.0, 0.0, 0.0, valid_tokens=0, total_tokens=9, computed_tokens=9, sequences=1, micro_batches=1
         )
-        Run.log(run, (), metrics, OptimResult(0.0, 1e-3, False), told={"who": "all"})
+        Run.log(run, (), metrics, OptimResult(0.0, 1e-3, False), texts={"who": "all"})
     assert "step 1: warning: 0 of all" in capsys.readouterr().err.splitlines()
     assert run._health.summary() == ["warning: 1 of 1 steps learned nothing: 1 without a target"]
     with MetricsLog(tmp_path, enabled=True, total_steps=2, start_step=1) as log:

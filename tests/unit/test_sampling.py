@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from isoloss.engine.config.schema import BatchConfig, ModelConfig
-from isoloss.engine.rl import rollout
+from isoloss.engine.rl import group_sampling
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.engine.rl.prompt_ledger import Ledger
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
@@ -52,7 +52,7 @@ class Stream:
 
 def sample_groups(stream, config):
     """All of them, of which `waves` has been told."""
-    sampled = rollout.sample_groups(stream, config)
+    sampled = group_sampling.sample_groups(stream, config)
     stream.waves = [numbers(wave) for wave in sampled.waves]
     assert [*itertools.chain(*stream.waves)] == numbers(sampled.kept) and all(stream.waves)
     return sampled

@@ -43,7 +43,7 @@ def calls(monkeypatch) -> list[str]:
     made: list[str] = []
 
     def names(fingerprints) -> str:
-        return ", ".join(each.of for each in fingerprints)
+        return ", ".join(each.name for each in fingerprints)
 
     @contextlib.contextmanager
     def opened(name, shown, value):
@@ -119,4 +119,6 @@ def test_rows_to_evaluate_on_may_be_missing(evaluated):
     data = OwnData(Rows("train"), evaluated, 7, ())
     ((_, _, of_train), (_, _, of_eval)) = data.rejects(CONFIG.data).splits
     assert of_train == () and of_eval == (("bad row",) if evaluated else ())
-    assert [(each.of, each.value) for each in data.of_evaluation()] == [(EVALUATED.of, "eval")] * bool(evaluated)
+    assert [(each.name, each.value) for each in data.evaluation_fingerprints()] == [(EVALUATED.name, "eval")] * bool(
+        evaluated
+    )

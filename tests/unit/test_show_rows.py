@@ -10,7 +10,7 @@ from support.runs.runs import write_rows
 from isoloss.engine.config.schema import Config, DataConfig, ModelConfig
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.show_rows import MOST, coloured, printable, rows_to_show, shown_prompt, shown_row
-from isoloss.engine.sft.loop import first_rows, load_data
+from isoloss.engine.sft.loop import load_data, shown_rows
 from isoloss.models.families.registry import read_architecture
 
 TINY = str(files("isoloss.recipes") / "assets" / "tiny")
@@ -89,6 +89,6 @@ def test_the_rows_of_a_run_are_those_that_it_trains_on(tmp_path):
     config = Config(
         ModelConfig(TINY), data=DataConfig((path,), show_rows=2, max_length=64, cache_dir=str(tmp_path / "cache"))
     )
-    lines = first_rows(config, load_data(config, read_architecture(TINY)), 2048)
+    lines = shown_rows(config, load_data(config, read_architecture(TINY)), 2048)
     assert [line.split(": ")[0] for line in lines[::2]] == [f"row {path}:1", f"row {path}:2"]
     assert lines[1].startswith("  One, two,[[ three.<|") and lines[2].endswith(": all targets")

@@ -1,23 +1,19 @@
 """Layers of pipeline stages: the split against all there are there are, and what it weighs."""
 
 import itertools
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from support.models.decoders import decoder, sparse, with_windows
 
 from isoloss.engine.batching.balance import CostModel
-from isoloss.models.architecture import Architecture, Experts
 from isoloss.models.flops import layer_flops, output_flops
 from isoloss.models.mcore.stages import pipeline_layout, split_layers, stage_layers
-from isoloss.models.rope import Rope
 from isoloss.parallel import Layout
 
-LLAMA_8B = Architecture(
-    "llama", 32, 4096, 32, 8, 128, 14336, 128256, 1e-5, Rope(5e5), False, False, False, 8192, "bfloat16", 128
-)
+LLAMA_8B = decoder(32, 4096, (32, 8, 128), 14336, 128256)
 
 
 def every_split(layers: int, stages: int):
@@ -57,12 +53,12 @@ def test_what_is_given_is_taken():
 
 
 def test_layers_that_differ_are_weighed():
-    small_vocabulary = replace(LLAMA_8B, num_layers=8, vocab_size=128)
+    small_vocabulary = decoder(8, 4096, (32, 8, 128), 14336, 128)
     assert stage_layers(small_vocabulary, Layout(pp=2)) == (4, 4)
     # Dense layers of a wide MLP before ones of which a token meets two narrow experts.
-    sparse = replace(small_vocabulary, experts=Experts(64, 2, 1024, "softmax", True, dense_layers=4))
-    assert stage_layers(sparse, Layout(pp=2)) == (3, 5)
-    windowed = replace(small_vocabulary, windows=(16,) * 4 + (None,) * 4)
+    some_sparse = sparse(small_vocabulary, 64, 2, 1024, "softmax", True, dense_layers=4)
+    assert stage_layers(some_sparse, Layout(pp=2)) == (3, 5)
+    windowed = with_windows(small_vocabulary, *(16,) * 4, *(None,) * 4)
     full, short = layer_flops(windowed, 4096)[-1], layer_flops(windowed, 4096)[0]
     assert layer_flops(windowed, 4096) == [short] * 4 + [full] * 4 and short < full
 
@@ -71,8 +67,8 @@ def test_layers_that_differ_are_weighed():
 def test_layers_and_output_add_up_to_the_cost_of_a_sequence(tokens):
     archs = (
         LLAMA_8B,
-        replace(LLAMA_8B, windows=(16, None) * 16),
-        replace(LLAMA_8B, experts=Experts(64, 6, 1024, "softmax", True, shared_size=2048, dense_layers=3)),
+        with_windows(LLAMA_8B, 16, None),
+        sparse(LLAMA_8B, 64, 6, 1024, "softmax", True, shared_size=2048, dense_layers=3),
     )
     for arch in archs:
         total = sum(layer_flops(arch, tokens)) + output_flops(arch, tokens)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from isoloss.engine.instruments import startup
-from isoloss.engine.instruments.garbage import Garbage
+from isoloss.engine.instruments.startup import Garbage
 from isoloss.parallel.runtime import environment
 from isoloss.recipes.launch import RECIPES, compose_config
 

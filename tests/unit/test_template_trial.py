@@ -5,9 +5,9 @@ import shutil
 import pytest
 from support.runs.runs import TINY
 
-from isoloss.engine.data import template_trial
+from isoloss.engine.data import chat_template
 from isoloss.engine.data.chat import load_tokenizer
-from isoloss.engine.data.template_trial import try_templates
+from isoloss.engine.data.chat_template import try_templates
 from isoloss.parallel import UserError
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}"
@@ -27,13 +27,13 @@ ENDLESS += "{% endfor %}{% endfor %}"
     ids=("time", "time with tools", "product", "format", "list", "text"),
 )
 def test_a_template_without_measure(text, says, monkeypatch, tmp_path):
-    monkeypatch.setattr(template_trial, "SECONDS", 1)
+    monkeypatch.setattr(chat_template, "SECONDS", 1)
     with pytest.raises(UserError, match=rf"^tokenizer: folder: its chat template takes .*{says}"):
         try_templates(["{{ messages }}", text], "folder")
 
 
 def test_a_tokenizer_with_such_a_template_is_refused_before_a_row(monkeypatch, tmp_path):
-    monkeypatch.setattr(template_trial, "SECONDS", 1)
+    monkeypatch.setattr(chat_template, "SECONDS", 1)
     shutil.copytree(TINY, tmp_path / "model")
     (tmp_path / "model/chat_template.jinja").write_text("{{ 'a' * 10**11 }}")
     with pytest.raises(UserError, match=r"model: its chat template takes more than 1 GiB of memory"):
@@ -48,5 +48,5 @@ def test_what_merely_fails_is_left_to_the_rows():
 def test_a_template_is_tried_once(monkeypatch):
     text = "{# tried once #}"
     try_templates([text], "folder")
-    monkeypatch.setattr(template_trial, "Helper", None)
+    monkeypatch.setattr(chat_template, "Helper", None)
     try_templates([text], "folder")

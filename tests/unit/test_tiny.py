@@ -77,7 +77,7 @@ def test_unigram_baseline(tmp_path):
         stats = DataStats(1, 0, 0, len(tokens), len(tokens) - 1)
         mask = np.arange(len(tokens)) > 0
         arrays = np.array(tokens, np.int32), mask, np.array([0, len(tokens)]), np.array([[0, 1]], np.int32)
-        return TokenDataset(*arrays, ["rows.jsonl"], stats, "")
+        return TokenDataset(*arrays, ("rows.jsonl",), stats, "")
 
     # Targets of train: 1, 1, 2; with one added to each of 4 ids, p(1) = 3/7 and p(3) = 1/7.
     assert unigram_nats(dataset(0, 1, 1, 2), dataset(2, 1, 3), 4) == pytest.approx(-np.log(3 / 49) / 2)

@@ -1,4 +1,4 @@
-"""What a call of FlashAttention is told of a packed row's pieces, against lists worked by hand."""
+"""Compare the arguments of varlen calls for a packed row with lists worked by hand."""
 
 import torch
 
@@ -10,17 +10,17 @@ SQUARE = (Block(slice(0, 3), slice(0, 3), right=0), Block(slice(3, 4), slice(3, 
 
 
 def test_tokens_starts_and_the_longest():
-    ragged = Segments.of([slice(2, 5), slice(7, 8), slice(10, 14)], 14, CPU)
-    assert ragged.tokens is not None and ragged.tokens.dtype == torch.int64
-    assert ragged.tokens.tolist() == [2, 3, 4, 7, 10, 11, 12, 13]
-    assert ragged.starts.tolist() == [0, 3, 4, 8] and ragged.starts.dtype == torch.int32
-    assert ragged.longest == 4
+    segments = Segments.of([slice(2, 5), slice(7, 8), slice(10, 14)], 14, CPU)
+    assert segments.tokens is not None and segments.tokens.dtype == torch.int64
+    assert segments.tokens.tolist() == [2, 3, 4, 7, 10, 11, 12, 13]
+    assert segments.starts.tolist() == [0, 3, 4, 8] and segments.starts.dtype == torch.int32
+    assert segments.longest == 4
 
 
 def test_all_tokens_in_order_are_not_gathered():
     whole = torch.arange(14)
-    ragged = Segments.of([slice(0, 5), slice(5, 14)], 14, CPU)
-    assert ragged.take(whole) is whole and ragged.starts.tolist() == [0, 5, 14]
+    segments = Segments.of([slice(0, 5), slice(5, 14)], 14, CPU)
+    assert segments.take(whole) is whole and segments.starts.tolist() == [0, 5, 14]
     assert Segments.of([slice(0, 5), slice(5, 13)], 14, CPU).take(whole).tolist() == list(range(13))
     assert Segments.of([slice(0, 5), slice(6, 14)], 14, CPU).take(whole).tolist() == [*range(5), *range(6, 14)]
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.models.decoders import decoder, with_mlp
 from support.models.families import FAMILIES, make, published, tensors_of
 
-from isoloss.models.architecture import Architecture, ExpertNames
 from isoloss.models.families import glm4_moe, qwen2, qwen3
 from isoloss.models.families.registry import read_architecture
-from isoloss.models.rope import Rope
-from isoloss.models.weights.mappings import (
+from isoloss.models.kinds.experts import ExpertNames
+from isoloss.models.kinds.mappings import (
     QKV,
     ColumnParallel,
     GatedMLP,
@@ -86,7 +86,7 @@ def test_a_family_names_all_that_belongs_to_experts():
     """As Hunyuan V3 does, and with a module and projections of other names as well."""
     arch = glm4_moe.architecture(published("glm-4.5"))
     names = ExpertNames("moe", "router.gate", ("w1", "w3", "w2"), selection_bias="expert_bias", shared="shared_mlp")
-    arch = replace(arch, experts=replace(arch.experts, names=names))
+    arch = with_mlp(arch, replace(arch.experts, names=names), 1)
     found = {weight.name: [part.tensor for part in weight.parts] for weight in weight_map(arch)}
     mcore, hf = "decoder.layers.1.mlp.", "model.layers.1.moe."
     assert found[f"{mcore}router.weight"] == [f"{hf}router.gate.weight"]
@@ -202,14 +202,14 @@ def test_a_tp_degree_that_does_not_fit_is_refused_by_name():
 
 
 def test_a_plain_architecture_needs_no_config_file():
-    arch = Architecture("llama", 1, 8, 2, 1, 4, 12, 10, 1e-6, Rope(1e4), False, False, True, 16, "float32", 4)
+    arch = decoder(1, 8, (2, 1, 4), 12, 10, tie_embeddings=True)
     assert arch.torch_dtype == torch.float32
     assert [weight.layer for weight in weight_map(arch)] == [None, 0, 0, 0, 0, 0, 0, None]
 
 
 def test_a_critic_has_a_head_of_its_own():
     """Also that of a model whose output matrix is its embedding."""
-    arch = Architecture("llama", 1, 8, 2, 1, 4, 12, 10, 1e-6, Rope(1e4), False, False, True, 16, "float32", 4)
+    arch = decoder(1, 8, (2, 1, 4), 12, 10, tie_embeddings=True)
     for policy in (arch, replace(arch, tie_embeddings=False)):
         head = weight_map(policy.as_critic())[-1]
         assert (head.name, head.shape, head.parts[0].tensor) == ("output_layer.weight", (1, 8), "score.weight")

@@ -4,13 +4,13 @@
     python -m isoloss.tools.convert mcore-to-hf --checkpoint DIR --out DIR [--dtype bf16] [--verify]
     python -m isoloss.tools.convert mcore-to-hf --checkpoint DIR --out DIR --hf DIR --keep-unused
 
---dry-run prints what would be done. Files are written by several threads, under a temporary name beside --out that is
-renamed at the end: --out is absent or complete. A run that was interrupted goes on where it was when it is started
+--dry-run prints what would be done. Files are written by several threads, under a temporary name next to --out that
+is renamed at the end: --out is absent or complete. A run that was interrupted goes on where it was when it is started
 again with the same arguments.
 --verify then reads everything back, compares every tensor bit by bit and, with the whole model in memory, the logits
-with those of transformers. What stands the test is certified: conversion.json in --out says "verified": true. An --out
-that is there already, from a run without --verify, is verified as it is.
-Exit status: 0 done, 1 written but found wrong by --verify, 2 a mistake in the arguments or the files; told in one line.
+with those of transformers. A conversion that passes is certified: conversion.json in --out says "verified": true. An
+--out that exists already, from a run without --verify, is verified as it is.
+Exit status: 0 done, 1 written but found wrong by --verify, 2 a mistake in the arguments or the files, in one line.
 """
 
 import argparse

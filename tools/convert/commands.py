@@ -65,15 +65,15 @@ def mcore_to_hf(arguments: argparse.Namespace) -> None:
 
 
 def _check_target(arguments: argparse.Namespace, last_file: str) -> None:
-    """That there is no --out yet, unless a run that ended with `last_file` wrote it and it is only to be verified."""
+    """Refuse an --out that exists, unless it is complete (a run writes `last_file` last) and only to be verified."""
     if not (arguments.verify and (arguments.out / last_file).is_file()):
         transfer.check_target(arguments.out)
 
 
 def _hf_folder(given: Path, of_checkpoint: str) -> Path:
-    """The Hugging Face folder that --hf names: itself, or what a run of isoloss wrote for transformers.
+    """Return the Hugging Face folder that --hf names: itself, or the one in the output_dir of a run.
 
-    of_checkpoint: what to do where it is a checkpoint.
+    of_checkpoint: advice for a folder that is a checkpoint.
     """
     _check_folder("--hf", given)
     folder = export_of(given)

@@ -1,6 +1,6 @@
-"""`--verify`: read a conversion back and compare it with what it was made from, tensor by tensor and by the logits.
+"""Verify a conversion (`--verify`): read it back and compare it with its source, by every tensor and by the logits.
 
-What stands the test gets a certificate: `conversion.json` in the folder that was made, with `"verified": true`.
+A conversion that passes gets a certificate: `conversion.json` in its folder, with `"verified": true`.
 """
 
 import json
@@ -44,11 +44,9 @@ def verify_export(export: Export, out: Path) -> LogitsEvidence:
 
 
 def verify_import(hf: Path, checkpoint: Path, dtype: torch.dtype | None) -> LogitsEvidence:
-    """Certify the checkpoint that was made of a Hugging Face folder.
+    """Certify the checkpoint that was made of a Hugging Face folder. Raise Unverified instead of a certificate.
 
-    dtype: that it was rounded to, if it was.
-
-    Raises Unverified; then there is no certificate.
+    dtype: the type that the weights were rounded to, if they were.
     """
     try:
         written = manifest.read(checkpoint)
@@ -76,7 +74,7 @@ def _certify(folder: Path, record: Mapping[str, Any], tensors: TensorEvidence, l
 
 
 def _check_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
-    """That the folder holds these files, the bytes that were written, and no others."""
+    """Raise Unverified unless the folder holds these files, with the bytes that were written, and no others."""
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     for name in sorted(present ^ files.keys() - {certificate.NAME}):
         if name != certificate.NAME:
@@ -88,7 +86,7 @@ def _check_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
 
 
 def _check_layout(export: Export, out: Path) -> None:
-    """That the headers are the planned ones: every tensor in its file, at its place, of its type."""
+    """Raise Unverified unless the headers are the planned ones: each tensor in its file, at its place, of its type."""
     for file in export.files:
         header = file.header()
         with (out / file.name).open("rb") as written:

@@ -1,8 +1,8 @@
-"""Do isoloss, from the checkpoint, and transformers, from the Hugging Face folder, compute the same logits?
+"""Check that isoloss, from the checkpoint, and transformers, from the Hugging Face folder, compute the same logits.
 
-Both compute in fp32, one model in memory at a time, on a text and on random tokens. How far two correct evaluations may
-be apart depends on the model (its depth, its outliers), so it is measured: transformers evaluates the same model once
-more with other kernels.
+Both compute in fp32, one model in memory at a time, on a text and on random tokens. The distance of two correct
+evaluations depends on the model (its depth, its outliers), so it is measured: transformers evaluates the same model
+once more with other kernels.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from isoloss.models.architecture import Architecture
 from isoloss.models.weights.hf_checkpoint import WeightSource
 from isoloss.tools.convert.verify_models import TransformersModel, Unverified, isoloss_model
 
-# The first is long enough to tell the usual scalings of rotary positions apart, and sliding windows from none.
+# The first is long enough to distinguish the usual scalings of rotary positions, and sliding windows from none.
 LENGTHS = (2048, 257, 64)
 # More sequences of the first length, until a token was sent to every expert.
 EXTRA_SEQUENCES = 16
@@ -35,16 +35,12 @@ NOISE_FACTOR = 4.0
 
 @dataclass(frozen=True)
 class LogitsEvidence:
-    """lengths: tokens of each sequence;
-    text_tokens: those of the first if it is a text, else 0.
+    """The comparison of logits with transformers.
 
-    compared: numbers.
-    max_difference: the largest |isoloss - transformers|.
-    spread: the logits' standard deviation.
-    noise: the largest difference between two evaluations by transformers.
-    tolerance: of max_difference.
-    experts: of all layers together.
-    experts_visited: how many of them a token was sent to.
+    lengths: number of tokens of each sequence. text_tokens: number in the first sequence if it is a text, else 0.
+    compared: number of logits. max_difference: the largest |isoloss - transformers|. spread: the standard deviation of
+    the logits. noise: the largest difference between two evaluations by transformers. tolerance: the limit of
+    max_difference. experts: number in all layers together. experts_visited: number of experts that got a token.
     """
 
     lengths: tuple[int, ...]
@@ -69,10 +65,10 @@ class Probe:
 def compare_logits(
     arch: Architecture, source: WeightSource, hf: Path, dtype: torch.dtype | None = None
 ) -> LogitsEvidence:
-    """source: the weights of the checkpoint.
-    dtype: of them, where those of the folder `hf` are wider.
+    """Compare the logits of a checkpoint with those of transformers. Raise Unverified if they differ, an expert saw no
+    token, or transformers finds other tensors.
 
-    Raises Unverified where the logits differ, an expert saw no token, or transformers finds other tensors.
+    source: the weights of the checkpoint. dtype: their type, if the weights of the folder `hf` are wider.
     """
     text = _text(arch, hf)
     questions, ours, visited = _ask_isoloss(arch, source, text)
@@ -123,7 +119,7 @@ def _judge(evidence: LogitsEvidence, visited: Mapping[int, Tensor]) -> None:
 def _ask_isoloss(
     arch: Architecture, source: WeightSource, text: Tensor
 ) -> tuple[list[Probe], list[Tensor], Mapping[int, Tensor]]:
-    """Sequences, their logits, and which experts of which layer they were sent to."""
+    """Return sequences, their logits by isoloss, and the experts of each layer to which they were sent."""
     random = torch.Generator().manual_seed(0)
     lengths = [min(length, arch.max_positions) for length in LENGTHS]
     questions = [_question(tokens_T) for tokens_T in ([text] if len(text) else [])]
@@ -143,7 +139,7 @@ def _question(tokens_T: Tensor) -> Probe:
 
 
 def _text(arch: Architecture, hf: Path) -> Tensor:
-    """Token ids of a text, or none where the folder has no tokenizer."""
+    """Return token ids of a text, or none if the folder has no tokenizer."""
     if not any((hf / name).is_file() for name in VOCABULARY_FILES):
         return torch.zeros(0, dtype=torch.int64)
     tokens = encode(load_tokenizer(str(hf), arch.vocab_size), TEXT)[: arch.max_positions]
@@ -151,5 +147,5 @@ def _text(arch: Architecture, hf: Path) -> Tensor:
 
 
 def _largest(one: Tensor, other: Tensor) -> float:
-    """NaN where either holds one, which no tolerance lets pass."""
+    """Return the largest difference; NaN, which no tolerance admits, if either holds a NaN."""
     return float((one - other).abs().max())

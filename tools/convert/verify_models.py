@@ -15,31 +15,31 @@ from torch import Tensor, nn
 
 from isoloss.engine.batching.balance import Plan
 from isoloss.engine.batching.packing import PackedBatch
-from isoloss.engine.batching.plan import Placement
 from isoloss.engine.batching.sample import Sample
-from isoloss.engine.step.forward_backward import prepare_step, run_targets
+from isoloss.engine.step.forward_backward import run_targets
 from isoloss.engine.step.losses import Loss, negative_log_likelihood
+from isoloss.engine.step.step_batch import prepare_step
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import read_architecture, read_config
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.mcore.moe.router import Router
 from isoloss.models.model import Model
 from isoloss.models.weights.hf_checkpoint import HFReader, WeightSource, harmless
-from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel import Layout, Mesh, mesh
 from isoloss.parallel.runtime import process_group
 
-OTHER_CHUNK = 16  # tokens; transformers' own is 64
+OTHER_CHUNK = 16  # tokens; the chunk of transformers has 64
 
 
 class Unverified(Exception):
-    """A conversion that did not stand the test. One line: which check failed, with what numbers."""
+    """A conversion that failed verification. The message is one line: the check that failed, and its numbers."""
 
 
 class Rounded:
-    """A source of weights as the other format holds them, whose types may be narrower."""
+    """A source of weights, rounded to the types of the other format, which may be narrower."""
 
     def __init__(self, source: WeightSource, dtypes: Mapping[str, torch.dtype]):
-        """dtypes: by name of weight."""
+        """dtypes: the types of the weights, by name."""
         self._source, self._dtypes = source, dtypes
 
     def whole(self, weight: Weight) -> Tensor:
@@ -62,13 +62,13 @@ class IsolossModel:
                     module.register_forward_hook(self._watch(layer))
 
     def logits(self, tokens_T: Tensor, targets_N: Tensor) -> Tensor:
-        """The logits that predict tokens_T[targets_N], [N, vocabulary] fp32 on the CPU."""
+        """Return the logits that predict tokens_T[targets_N], [N, vocabulary] fp32 on the CPU."""
         mask_T = torch.zeros(len(tokens_T), dtype=torch.bool)
         mask_T[targets_N] = True
         device = torch.device(torch.cuda.current_device())
         loss = Loss.of(negative_log_likelihood, aggregation="sum")
-        placement = Placement.apart(Plan((((0,),),)), [len(tokens_T)])
-        batch = prepare_step([Sample(tokens_T, mask_T)], loss, placement, self._model.mesh, device)
+        plan = Plan.apart((((0,),),), [len(tokens_T)])
+        batch = prepare_step([Sample(tokens_T, mask_T)], loss, plan, self._model.mesh, device)
         with torch.no_grad():
             logits = run_targets(self._model, batch, self._head, (self._model.arch.vocab_size,))
         return logits[targets_N].float().cpu()
@@ -85,7 +85,7 @@ class IsolossModel:
 
 @contextlib.contextmanager
 def isoloss_model(arch: Architecture, source: WeightSource) -> Iterator[IsolossModel]:
-    """The model, in a world of this process alone; both are gone afterwards."""
+    """Build the model in a world of this process alone; both are destroyed afterwards."""
     process_group.init_process_group()
     try:
         yield IsolossModel(arch, source, Mesh.create(Layout()))
@@ -105,7 +105,7 @@ class TransformersModel:
         import transformers
 
         transformers.utils.logging.disable_progress_bar()  # two lines of bars in a log
-        # By the name in the file, where transformers has it: AutoModelForCausalLM does not find every class of its own.
+        # By the name in the file, if transformers has it: AutoModelForCausalLM does not find every one of its classes.
         (name,) = read_config(folder)["architectures"]
         loaded: Any = getattr(transformers, name, transformers.AutoModelForCausalLM).from_pretrained(
             folder,
@@ -114,7 +114,7 @@ class TransformersModel:
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # to be told of them, rather than by a table
+            ignore_mismatched_sizes=True,  # to learn them from it, rather than from a table
         )
         model, info = loaded
         reader, arch = HFReader(folder), read_architecture(folder)
@@ -128,14 +128,14 @@ class TransformersModel:
         self._chunk: int | None = None
 
     def logits(self, tokens_T: Tensor, targets_N: Tensor) -> Tensor:
-        """As `IsolossModel.logits`."""
+        """Return logits as `IsolossModel.logits` does."""
         with torch.no_grad():
             tokens = tokens_T[None].to(self._model.device)
             with self._delta_rule():
                 return self._model(input_ids=tokens, use_cache=False).logits[0, targets_N - 1].float().cpu()
 
     def other_kernels(self) -> None:
-        """From now on compute the same in another order, where transformers has a choice."""
+        """Make the model compute the same in another order from now on, where transformers has a choice."""
         for change in (
             lambda: self._model.set_attn_implementation("sdpa"),
             lambda: self._model.set_experts_implementation("batched_mm"),
@@ -146,14 +146,14 @@ class TransformersModel:
 
     @contextlib.contextmanager
     def _delta_rule(self) -> Iterator[None]:
-        """Gated DeltaNet takes its tokens in chunks of a fixed size, a constant of a function."""
+        """Change the size of Gated DeltaNet's chunks, which is a constant of a function, to `OTHER_CHUNK` if chosen."""
         module = sys.modules[type(self._model).__module__]
         name = "torch_chunk_gated_delta_rule"
         if self._chunk is None or not hasattr(module, name):
             yield
             return
         rule = getattr(module, name)
-        # With flash-linear-attention on a GPU it is wrapped, and drops what that package's kernel does not take.
+        # On a GPU flash-linear-attention wraps the rule, and drops arguments that its kernel does not take.
         setattr(module, name, partial(inspect.unwrap(rule), chunk_size=self._chunk))
         try:
             yield

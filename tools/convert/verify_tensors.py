@@ -1,6 +1,6 @@
-"""Is every tensor of a converted model the one it was made from, bit for bit?
+"""Check that every tensor of a converted model equals its source, bit for bit.
 
-The slow way, which shares none of the conversion's reading and copying: torch.distributed.checkpoint reads the
+This is the slow way, which shares none of the conversion's reading and copying: torch.distributed.checkpoint reads the
 checkpoint, the safetensors library the Hugging Face folder, and `ParamMapping.merge` makes the one of the other.
 """
 
@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
 from isoloss.models.architecture import Architecture
+from isoloss.models.kinds.mappings import Vocabulary
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.weights.checkpoint_read import CheckpointWeights, StoredRows
 from isoloss.models.weights.hf_checkpoint import HFReader, check
-from isoloss.models.weights.mappings import Vocabulary
-from isoloss.models.weights.weight_map import Weight, hf_shapes, weight_map
+from isoloss.models.weights.weight_map import hf_shapes, weight_map
 from isoloss.tools.convert.verify_models import Unverified
 
 BATCH_BYTES = 2 << 30
@@ -26,7 +27,7 @@ BATCH_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class TensorEvidence:
-    """weights, bytes: that were compared, as Megatron-Core has them. hugging_face_tensors: that they are made of."""
+    """weights, bytes: number and size of the compared weights. hugging_face_tensors: number of their origins."""
 
     weights: int
     hugging_face_tensors: int
@@ -36,7 +37,7 @@ class TensorEvidence:
 def compare_tensors(
     arch: Architecture, weights: CheckpointWeights, hf: Path, made: Literal["checkpoint", "hf"]
 ) -> TensorEvidence:
-    """made: which of the two was made from the other, whose numbers are rounded to its types.
+    """Compare all tensors. made: the side that was made from the other, whose numbers are rounded to its types.
 
     Raises Unverified, or UserError, naming the tensor that is missing, left over, of another shape, or different.
     """
@@ -70,7 +71,7 @@ def _check_names(reader: HFReader, arch: Architecture) -> None:
 
 
 def _batches(weights: CheckpointWeights, all_weights: Sequence[Weight]) -> Iterator[list[Weight]]:
-    """Weights whose tensors are loaded together: all that stand in the same ones, and as many as are small enough."""
+    """Yield weights whose tensors are loaded together: all parts of the same tensors, up to a size."""
     together: dict[tuple[str, ...], list[Weight]] = {}
     for weight in all_weights:
         together.setdefault(tuple(run.stored.key for run in weights.stored_rows(weight)), []).append(weight)

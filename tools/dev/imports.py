@@ -29,7 +29,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[2]  # the checkout, though a link may lead here
-# What each folder of the product may import besides itself.
+# The folders that each folder of the product may import, apart from itself.
 ALLOWED = {
     "parallel": set(),
     "models": {"parallel"},
@@ -38,12 +38,12 @@ ALLOWED = {
     "tools": {"parallel", "models", "engine", "recipes"},  # a tool reads a recipe's configuration
 }
 INIT = "__init__.py"
-Arrows = Mapping[str, set[str]]  # from each node to those that it imports
+Arrows = Mapping[str, set[str]]  # from each node to the nodes that it imports
 
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name.
+    """An imported name.
 
     importer: path of the module that imports, from the root of the checkout.
     name: absolute and dotted; `from a import b` gives a.b.
@@ -61,33 +61,33 @@ class Import:
 
 @dataclass(frozen=True)
 class Tree:
-    """Modules by path, with the number of their lines, and every import in them."""
+    """The modules by path, with their numbers of lines, and every import in them."""
 
     lines: Mapping[str, int]
     imports: Sequence[Import]
 
     @cached_property
     def links(self) -> list[tuple[str, str, Import]]:
-        """Imports of one module of the tree by another: importer, target, import."""
+        """Yield imports of one module of the tree by another: importer, target, import."""
         pairs = [(i.importer, i.target, i) for i in self.imports]
         return [(importer, target, i) for importer, target, i in pairs if target is not None and target != importer]
 
     @cached_property
     def modules(self) -> dict[str, set[str]]:
-        """Arrows between modules."""
+        """Return arrows between modules."""
         return _arrows(self.lines, ((importer, target) for importer, target, _ in self.links))
 
     @cached_property
     def importers(self) -> dict[str, set[str]]:
-        """Arrows between modules, backwards."""
+        """Return arrows between modules, reversed."""
         return _arrows(self.lines, ((target, importer) for importer, target, _ in self.links))
 
     def folders(self) -> list[str]:
-        """Folders with modules, at any depth. The first is the root, ""."""
+        """Return folders with modules, at any depth. The first is the root, ""."""
         return sorted({str(parent).removeprefix(".") for path in self.lines for parent in PurePosixPath(path).parents})
 
     def between(self, folder: str) -> dict[tuple[str, str], list[Import]]:
-        """The imports behind every arrow between two entries of the folder."""
+        """Return the imports behind every arrow between two entries of the folder."""
         found: dict[tuple[str, str], list[Import]] = {}
         for importer, target, link in self.links:
             start, end = entry_of(importer, folder), entry_of(target, folder)
@@ -96,29 +96,29 @@ class Tree:
         return found
 
     def arrows(self, folder: str) -> dict[str, set[str]]:
-        """Arrows between the entries of the folder."""
+        """Return arrows between the entries of the folder."""
         entries = {entry for path in self.lines if (entry := entry_of(path, folder)) is not None}
         return _arrows(sorted(entries), self.between(folder))
 
 
 def entry_of(path: str, folder: str) -> str | None:
-    """The entry of the folder that holds the module; None outside, and for the folder's own `__init__.py`."""
+    """Return the folder's entry that holds the module; None outside, and for the folder's `__init__.py`."""
     inside = path.removeprefix(f"{folder}/") if folder else path
     return None if inside == INIT or (folder and inside == path) else inside.split("/")[0]
 
 
 def sources(root: Path, folders: Iterable[str] = ALLOWED) -> dict[str, str]:
-    """Source of every module of these folders, by path from the root; without hidden folders, though the root may lie
-    in one."""
+    """Read the source of every module of these folders, by path from the root; without hidden folders, though the root
+    may be in one."""
     paths = [path.relative_to(root) for folder in folders for path in (root / folder).rglob("*.py")]
     shown = [path for path in sorted(paths) if not any(part.startswith(".") for part in path.parts)]
     return {path.as_posix(): (root / path).read_text() for path in shown}
 
 
 def read(modules: Mapping[str, str]) -> Tree:
-    """modules: sources by path, such as "parallel/mesh.py"."""
+    """Build the tree. modules: sources by path, such as "parallel/mesh.py"."""
     names = {path: list(_imported(path, source)) for path, source in modules.items()}
-    # Where the names of a package are from; of two imports of a name the later one holds, as when Python runs them.
+    # Origins of the names of a package; of two imports of a name the later one holds, as when Python runs them.
     origins = {
         path: {name.rpartition(".")[2]: name for _, name in found}
         for path, found in names.items()
@@ -133,7 +133,7 @@ def read(modules: Mapping[str, str]) -> Tree:
 
 
 def _imported(path: str, source: str) -> Iterator[tuple[int, str]]:
-    """Lines and absolute names of all imports in a module."""
+    """Yield lines and absolute names of all imports in a module."""
     package = ("isoloss", *PurePosixPath(path).parent.parts)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -145,7 +145,7 @@ def _imported(path: str, source: str) -> Iterator[tuple[int, str]]:
 
 
 def _target(name: str, paths: Collection[str], origins: Mapping[str, Mapping[str, str]]) -> str | None:
-    """The module that a dotted name is, or is in."""
+    """Return the module that a dotted name names or is in."""
     top, *parts = name.split(".")
     for length in range(len(parts) if top == "isoloss" else 0, 0, -1):
         stem = "/".join(parts[:length])
@@ -166,14 +166,14 @@ def _arrows(nodes: Iterable[str], pairs: Iterable[tuple[str, str]]) -> dict[str,
 
 
 def circles(arrows: Arrows) -> list[tuple[str, ...]]:
-    """Groups of nodes that reach each other, each group once."""
+    """Return groups of nodes that reach each other, each group once."""
     reached = {node: _reached(node, arrows) for node in arrows}
     groups = ((other for other in reached[node] if node in reached[other]) for node in arrows if node in reached[node])
     return sorted({tuple(sorted(group)) for group in groups})
 
 
 def _reached(start: str, arrows: Arrows) -> set[str]:
-    """All nodes at the end of a chain of arrows; `start` itself only if it is in a circle."""
+    """Return all nodes at the end of a chain of arrows; `start` itself only if it is in a circle."""
     found: set[str] = set()
     waiting = [start]
     while waiting:
@@ -184,7 +184,7 @@ def _reached(start: str, arrows: Arrows) -> set[str]:
 
 
 def levels(arrows: Arrows) -> int:
-    """Nodes on the longest chain, of every circle only one."""
+    """Count nodes on the longest chain, of every circle only one."""
     groups = {node: node for node in arrows} | {node: group[0] for group in circles(arrows) for node in group}
     pairs = ((groups[start], groups[end]) for start in arrows for end in arrows[start])
     below = _arrows(groups.values(), (pair for pair in pairs if pair[0] != pair[1]))
@@ -199,7 +199,7 @@ def levels(arrows: Arrows) -> int:
 
 
 def upward(tree: Tree) -> list[Import]:
-    """Imports against the order of the five folders."""
+    """Return imports against the order of the five folders."""
     tops = [(importer.split("/")[0], target.split("/")[0], link) for importer, target, link in tree.links]
     return [link for top, target, link in tops if target not in ALLOWED[top] | {top}]
 
@@ -228,7 +228,7 @@ class Measures:
 
 
 def measure(tree: Tree, folder: str) -> Measures:
-    """folder: path from the root; "" for the whole tree."""
+    """Measure a folder. folder: path from the root; "" for the whole tree."""
     inside = {path for path in tree.lines if not folder or path.startswith(f"{folder}/")}
     arrows = tree.arrows(folder)
     alone = [path for path in inside if len(tree.importers[path]) == 1]
@@ -248,7 +248,7 @@ def measure(tree: Tree, folder: str) -> Measures:
 
 
 def table(rows: Iterable[Measures]) -> str:
-    """Markdown."""
+    """Format measures as a Markdown table."""
     names = ("entries", "arrows", "levels", "circles", "upward", "doors", "lines", "one importer (lines)")
     return "\n".join([_row("folder", *names), _row("---", *("---:" for _ in names)), *(row.row() for row in rows)])
 

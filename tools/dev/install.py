@@ -26,7 +26,7 @@ VARIABLES = {
     "cert": ("SSL_CERT_FILE", " "),
     "proxy": ("ALL_PROXY", " "),
 }
-# What changes nothing of what is installed.
+# Settings that do not change the installed files.
 HARMLESS = {
     "break-system-packages",
     "cache-dir",
@@ -69,9 +69,9 @@ def default_index() -> str:
 
 def translate(settings: Mapping[str, str], default_index: str) -> tuple[dict[str, str], list[str]]:
     """Return the variables and the options that give uv pip's settings. Raises NoCounterpart."""
-    # Of all indexes the newest version, as pip chooses: uv would look no further than the first that has the name.
+    # The newest version over all indexes, as pip chooses: uv would stop at the first index that has the name.
     variables, options = {"UV_INDEX_STRATEGY": "unsafe-best-match"}, []
-    # Of a version that several indexes have, uv sees only the files of the first, where pip sees all. So the main index
+    # If several indexes have a version, uv sees only the files of the first, where pip sees all. So the main index
     # comes first, which has the files of every platform: a cache of it may have others than this platform's.
     main = settings.get("index-url", default_index)
     variables["UV_DEFAULT_INDEX"] = main
@@ -99,7 +99,7 @@ def find_uv() -> str | None:
 
 
 def with_uv(arguments: Sequence[str]) -> str | None:
-    """Install with uv. Returns None, or why it was not done."""
+    """Install with uv. Return None, or the reason why it was not done."""
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     )

@@ -19,14 +19,14 @@ from isoloss.tools import command_line
 from isoloss.tools.dev import make_tiny
 
 EVAL_ROWS = 512
-# Tokens besides the 256 bytes: a question is then a handful of tokens, while letters and digits stay one each.
+# Tokens in addition to the 256 bytes: a question is then a handful of tokens, while letters and digits stay one each.
 WORDS = ("user", "assistant", "Sort", " the", " letters", "What", " is")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A question, its answer, and the answer of somebody who makes the mistake (the same where there is none to
-    make)."""
+    """A question, its answer, and the answer with the systematic mistake (the same where the mistake is not
+    possible)."""
 
     question: str
     answer: str
@@ -35,10 +35,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Task:
-    """draw(rng, taken): a random problem whose question is not among those taken.
+    """A task. draw(rng, taken): function that returns a random problem whose question is not among those taken.
 
-    mistake_rate: how often the demonstrator makes the mistake.
-    sft_rows, rl_rows: sizes."""
+    mistake_rate: share of problems in which the demonstrator makes the mistake.
+    sft_rows, rl_rows: numbers of rows."""
 
     draw: Callable[[Random, Container[str]], Problem]
     mistake_rate: float
@@ -56,7 +56,7 @@ def draw_sort(rng: Random, taken: Container[str]) -> Problem:
 
 
 def draw_carry(rng: Random, taken: Container[str]) -> Problem:
-    """Four problems of five have a carry from the units to the tens; of all pairs it would be 45 in 100."""
+    """Draw a sum. Four of five have a carry from the units to the tens; of all pairs 45 in 100 would."""
     wanted = rng.random() < 0.8
     while True:
         a, b = rng.randrange(50), rng.randrange(50)
@@ -75,7 +75,7 @@ TASKS = {
 
 
 def make_rows(name: str) -> dict[str, list[dict]]:
-    """The rows of sft, rl and eval. The questions of eval are in neither of the others, which may share some."""
+    """Make the rows of sft, rl and eval. Questions of eval are in neither of the others, which may share some."""
     task, rng = TASKS[name], Random(f"isoloss {name}")
     held_out: dict[str, Problem] = {}
     while len(held_out) < EVAL_ROWS:
@@ -106,7 +106,7 @@ def user_turn(problem: Problem) -> list[dict]:
 
 
 def make_tokenizer(out: Path) -> None:
-    """Bytes, the special tokens of the chat template, and WORDS."""
+    """Make a tokenizer of bytes, the special tokens of the chat template, and WORDS."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     specials = [make_tiny.PADDING, make_tiny.START_OF_TURN, make_tiny.END_OF_TURN]

@@ -60,7 +60,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Question:
-    """One question and its answer. `document` (a topic or a top-level module) is never divided between the splits."""
+    """A question and its answer. `document` (a topic or a top-level module) is never divided between the splits."""
 
     document: str
     question: str
@@ -71,7 +71,7 @@ class Question:
 
 
 def documentation() -> Iterator[tuple[str, str, str]]:
-    """(document, question, text) of every topic, Python module and C module, in a fixed order."""
+    """Yield (document, question, text) of every topic, Python module and C module, in a fixed order."""
     topics = importlib.import_module("pydoc_data.topics").topics
     for name in sorted(topics):
         yield f"topic {name}", f"Explain the language topic '{name}'.", topics[name]
@@ -84,14 +84,14 @@ def documentation() -> Iterator[tuple[str, str, str]]:
 
 
 def source_docstrings(path: Path, relative: Path) -> Iterator[tuple[str, str, str]]:
-    """Docstrings of public names, read without importing: some standard modules open windows or print when imported."""
+    """Yield docstrings of public names, without imports: some standard modules open windows or print when imported."""
     parts = list(relative.with_suffix("").parts)
     if parts[-1] == "__init__":
         parts.pop()
     if not parts or not all(part.isidentifier() for part in parts):
         return
     source = path.read_text(encoding="utf-8", errors="replace")
-    # Some modules came with notices of their own; only what the PSF licence alone covers is taken.
+    # Some modules came with notices of their own; only text that the PSF licence alone covers is taken.
     if any("copyright" in line.lower() and "Python Software Foundation" not in line for line in source.splitlines()):
         return
     name = ".".join(parts).replace("posixpath", "os.path")
@@ -111,7 +111,7 @@ def source_docstrings(path: Path, relative: Path) -> Iterator[tuple[str, str, st
 
 
 def object_docstrings(owner, public: str, document: str, depth: int = 0) -> Iterator[tuple[str, str, str]]:
-    """Docstrings of a C module's functions, classes and methods."""
+    """Yield docstrings of a C module's functions, classes and methods."""
     for name, value in sorted(vars(owner).items()):
         value = getattr(value, "__func__", value)  # static and class methods
         text, is_class = getattr(value, "__doc__", None), isinstance(value, type)
@@ -144,7 +144,7 @@ def long_paragraphs(text: str) -> set[str]:
 
 
 def passages(text: str) -> list[str]:
-    """`text` cut at paragraphs into pieces of at most PASSAGE_CHARS; a paragraph longer than that is left out."""
+    """Cut `text` at paragraphs into pieces of at most PASSAGE_CHARS; a longer paragraph is left out."""
     pieces: list[str] = []
     for paragraph in text.split("\n\n"):
         if len(paragraph) > PASSAGE_CHARS or not paragraph.strip():
@@ -157,7 +157,7 @@ def passages(text: str) -> list[str]:
 
 
 def make_rows() -> list[Question]:
-    """Rows without copies: a long paragraph is used once, by the first text that has it.
+    """Make rows without copies: a long paragraph is used once, by the first text that has it.
 
     The language topics quote one another at length (`specialnames` holds `customization` whole), and a method inherits
     its docstring; copies would put eval text into train.
@@ -181,7 +181,7 @@ def make_rows() -> list[Question]:
 
 
 def split(rows: list[Question]) -> tuple[list[Question], list[Question]]:
-    """(train, eval), whole documents each, documents ranked by a hash of their name, not by chance."""
+    """Return (train, eval), each of whole documents, which are ranked by a hash of their name, not by chance."""
     by_document: dict[str, list[Question]] = {}
     for row in rows:
         by_document.setdefault(row.document, []).append(row)
@@ -208,7 +208,7 @@ def json_line(row: Question) -> str:
 
 
 def train_tokenizer(train: list[Question], out: Path) -> None:
-    """Byte-level BPE of VOCAB_SIZE, learnt from the train split only."""
+    """Train a byte-level BPE of VOCAB_SIZE on the train split only."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

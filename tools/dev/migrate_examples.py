@@ -1,4 +1,4 @@
-"""Compare what isoloss-migrate makes of the example scripts of verl and slime with what it made of them before.
+"""Compare the outcomes of isoloss-migrate for the example scripts of verl and slime with recorded ones.
 
     python -m isoloss.tools.dev.migrate_examples --verl DIR --slime DIR
     python -m isoloss.tools.dev.migrate_examples --verl DIR --slime DIR --write
@@ -18,7 +18,7 @@ from typing import Any
 
 from isoloss.parallel import UserError
 from isoloss.tools import command_line
-from isoloss.tools.migrate.command import READERS
+from isoloss.tools.migrate.__main__ import READERS
 from isoloss.tools.migrate.result import migrate
 
 GOLDEN = Path("tests/oracles/migrate/examples.json")  # from the root of the repository
@@ -33,9 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         now = {name: outcomes(name, getattr(arguments, name)) for name in SCRIPTS}
         if arguments.write:
             GOLDEN.write_text(json.dumps(now, indent=1) + "\n")
-        for name, told in now.items():
-            counts = Counter(outcome["status"] for outcome in told.values())
-            print(f"{name}: {len(told)} scripts; " + ", ".join(f"{STATUSES[n]} {counts[n]}" for n in sorted(counts)))
+        for name, scripts in now.items():
+            counts = Counter(outcome["status"] for outcome in scripts.values())
+            print(f"{name}: {len(scripts)} scripts; " + ", ".join(f"{STATUSES[n]} {counts[n]}" for n in sorted(counts)))
         differences = list(compare(json.loads(GOLDEN.read_text()), now))
     except (UserError, OSError) as error:
         return command_line.tell_mistake(error)
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def outcomes(trainer: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """Of each script, by its path in the checkout."""
+    """Return the outcome of each script, by its path in the checkout."""
     paths = sorted(path for pattern in SCRIPTS[trainer] for path in folder.glob(pattern))
     if not paths:
         raise UserError(f"--{trainer} {folder}: has no {' or '.join(SCRIPTS[trainer])}")
@@ -60,7 +60,7 @@ def outcomes(trainer: str, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def outcome(trainer: str, path: Path) -> dict[str, Any]:
-    """The status, the keys of what changes the result, and of what must be given."""
+    """Return the status, and the keys that change the result and that the user must give."""
     try:
         source, given, unread = READERS[trainer](path, ANYWHERE)
         if not given:
@@ -74,7 +74,7 @@ def outcome(trainer: str, path: Path) -> dict[str, Any]:
 
 
 def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """A line for each script whose outcome is another."""
+    """Return a line for each script whose outcome differs."""
     lines = []
     for name in SCRIPTS:
         for script in sorted(before.get(name, {}).keys() | now[name].keys()):

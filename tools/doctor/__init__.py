@@ -1,1 +1,1 @@
-"""What `isoloss.tools.doctor` looks at: packages, the machine, rollout servers."""
+"""Check packages, the machine and rollout servers, before a run starts there."""

@@ -1,4 +1,4 @@
-"""Tell what is installed, missing and mismatched where a run is to start.
+"""Report what is installed, missing and mismatched where a run is to start.
 
     python -m isoloss.tools.doctor
     python -m isoloss.tools.doctor --output-dir /data/runs --port 29500 30000
@@ -22,16 +22,14 @@ from isoloss.parallel import UserError
 from isoloss.parallel.runtime import versions
 from isoloss.parallel.runtime.nvidia_smi import read_driver
 from isoloss.tools import command_line
-from isoloss.tools.doctor import version_page
+from isoloss.tools.doctor import machine, version_page
 from isoloss.tools.doctor.findings import Finding, count, table
 from isoloss.tools.doctor.installed import read_installed
-from isoloss.tools.doctor.machine import check_disk, check_gpus, check_limits, check_ports, check_shared_memory
 from isoloss.tools.doctor.packages import check_packages
-from isoloss.tools.doctor.servers import check_servers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Return the exit status."""
     arguments = _parser().parse_args(argv)
     if arguments.versions:
         print(version_page.page())
@@ -53,12 +51,12 @@ def examine(arguments: argparse.Namespace) -> list[Finding]:
     has_gpu = driver is not None and len(driver.gpus) > 0
     return [
         *check_packages(installed, has_gpu),
-        *check_gpus(driver, installed),
-        *check_shared_memory(has_gpu),
-        check_disk(arguments.output_dir, arguments.free_gib),
-        *check_limits(),
-        *check_ports(arguments.port),
-        *check_servers(arguments.servers, arguments.weight_sync, installed),
+        *machine.check_gpus(driver, installed),
+        *machine.check_shared_memory(has_gpu),
+        machine.check_disk(arguments.output_dir, arguments.free_gib),
+        *machine.check_limits(),
+        *machine.check_ports(arguments.port),
+        *machine.check_servers(arguments.servers, arguments.weight_sync, installed),
     ]
 
 
@@ -91,7 +89,7 @@ def _url(text: str) -> str:
 
 
 def _write_json(path: Path, findings: Sequence[Finding], status: int) -> None:
-    """Raises UserError where the file cannot be written."""
+    """Write the findings. Raise UserError if the file cannot be written."""
     content = {"status": status, "findings": [asdict(finding) for finding in findings]}
     try:
         path.write_text(json.dumps(content, indent=2) + "\n")

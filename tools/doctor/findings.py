@@ -1,4 +1,4 @@
-"""What a check found, and how findings are shown."""
+"""Hold what a check found, and show it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

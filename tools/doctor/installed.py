@@ -1,4 +1,4 @@
-"""What is installed here, read from the metadata of packages: nothing is imported."""
+"""Read what is installed here from the metadata of packages, without an import of any."""
 
 import re
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from packaging.requirements import Requirement
 from isoloss.parallel.runtime import versions
 from isoloss.parallel.runtime.versions import version_of
 
-# The parts of Transformer Engine come as packages of their own; the first that is here tells the version.
+# The parts of Transformer Engine come as packages of their own; the first that is here has the version.
 TRANSFORMER_ENGINE = tuple(f"transformer-engine{part}" for part in ("", "-torch", "-cu13", "-cu12"))
 
 
 @dataclass(frozen=True)
 class Installed:
-    """Versions; None for what is not installed.
+    """Versions of packages; None for a package that is not installed.
 
-    cuda: what torch was built for; None in a build for the CPU.
-    nccl: of the package nvidia-nccl for this CUDA. pinned_nccl: the version that torch asks for.
-    sglang_torch: what an SGLang in this environment asks of torch.
+    cuda: the CUDA release of the torch build; None in a build for the CPU.
+    nccl: version of the package nvidia-nccl for this CUDA. pinned_nccl: the version that torch requires.
+    sglang_torch: the torch that an SGLang in this environment requires.
     """
 
     torch: str | None = None
@@ -51,7 +51,7 @@ def read_installed() -> Installed:
 
 
 def needs_of(package: str) -> list[Requirement]:
-    """What the package requires on this machine, extras left out; nothing where it is not installed."""
+    """Return the requirements of a package on this machine, without extras; none if it is not installed."""
     try:
         needs = [Requirement(text) for text in requires(package) or ()]
     except PackageNotFoundError:
@@ -60,9 +60,9 @@ def needs_of(package: str) -> list[Requirement]:
 
 
 def _cuda_of_torch() -> str | None:
-    """As torch.version has it, whose source is read: neither the package's metadata nor its version always tells."""
+    """Read torch.version's source: neither the metadata nor the version of the package always has it."""
     spec = PathFinder.find_spec("torch")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     files = [path for folder in folders if (path := Path(folder) / "version.py").is_file()]
-    told = re.search(r"^cuda\b.*= *'([\d.]+)'", files[0].read_text(), re.M) if files else None
-    return told[1] if told else None
+    release = re.search(r"^cuda\b.*= *'([\d.]+)'", files[0].read_text(), re.M) if files else None
+    return release[1] if release else None

@@ -1,12 +1,16 @@
-"""The machine: its GPUs and driver, shared memory, disk, ports and limits."""
+"""Check the machine (GPUs, driver, shared memory, disk, ports, limits) and the rollout servers that it reaches."""
 
+import json
 import os
 import resource
 import shutil
 import socket
+import urllib.error
+import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from isoloss.parallel.runtime import versions
 from isoloss.parallel.runtime.nvidia_smi import Driver
@@ -18,6 +22,9 @@ GIB = 1 << 30
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_BYTES = GIB  # what NCCL's and torch's exchange between the ranks of a node may take
 MANY_FILES = 65536
+SERVER_SECONDS = 10.0
+ENDPOINTS = ("/server_info", "/get_server_info")  # older servers have the second only
+WAY_OUT = "set rollout.weight_sync=tensor (servers on the trainer's GPUs) or disk"
 WHY_NO_GPU = (
     "import sys, torch; from isoloss.parallel.runtime import device; "
     "torch.cuda.is_available() or sys.exit(device.why_no_gpu())"
@@ -33,28 +40,28 @@ def check_gpus(driver: Driver | None, installed: Installed) -> Iterator[Finding]
         yield problem("GPUs", f"nvidia-smi failed: {driver.failure}", "install or restart the NVIDIA driver")
         return
     kinds = Counter(driver.gpus)
-    told = ", ".join(f"{number} x {name}" for name, number in kinds.items())
+    state = ", ".join(f"{number} x {name}" for name, number in kinds.items())
     if len(kinds) == 1:
-        yield ok("GPUs", told)
+        yield ok("GPUs", state)
     else:
-        yield note("GPUs", told, "use those of one kind (CUDA_VISIBLE_DEVICES): the slowest and smallest decides")
+        yield note("GPUs", state, "use those of one kind (CUDA_VISIBLE_DEVICES): the slowest and smallest decides")
     if installed.cuda is not None:
         yield check_driver(str(driver.version), installed.cuda)
     failure = failure_of(WHY_NO_GPU) if installed.torch is not None else None
     if failure is not None:
         build = "install a torch that is built for CUDA" if installed.cuda is None else "fix the driver"
-        told = f"torch does not see the {len(driver.gpus)} GPU(s) of nvidia-smi: {failure}"
-        yield problem("CPU fallback", told, f"{build}, or set train.device=cpu")
+        state = f"torch does not see the {len(driver.gpus)} GPU(s) of nvidia-smi: {failure}"
+        yield problem("CPU fallback", state, f"{build}, or set train.device=cpu")
 
 
 def check_driver(version: str, cuda: str) -> Finding:
-    """cuda: what torch was built for."""
+    """cuda: the CUDA release of the torch build."""
     oldest = versions.OLDEST_DRIVER.get(int(cuda.partition(".")[0]))
     if oldest is None:
         return note("driver", f"{version}; which one CUDA {cuda} needs is not known here")
     if int(version.partition(".")[0]) < oldest:
-        told = f"{version}, older than the {oldest} that CUDA {cuda} needs"
-        return problem("driver", told, f"install driver {oldest} or newer, or a torch for an older CUDA")
+        state = f"{version}, older than the {oldest} that CUDA {cuda} needs"
+        return problem("driver", state, f"install driver {oldest} or newer, or a torch for an older CUDA")
     return ok("driver", version)
 
 
@@ -62,13 +69,13 @@ def check_shared_memory(has_gpu: bool) -> Iterator[Finding]:
     if not SHARED_MEMORY.is_dir():
         return
     size = shutil.disk_usage(SHARED_MEMORY).total
-    told = f"{SHARED_MEMORY} {_gib(size)}"
+    state = f"{SHARED_MEMORY} {_gib(size)}"
     if size >= LEAST_SHARED_BYTES:
-        yield ok("shared memory", told)
+        yield ok("shared memory", state)
         return
     fix = "start the container with --shm-size=16g or --ipc=host"
-    told += ", too small for NCCL between the ranks of a node"
-    yield problem("shared memory", told, fix) if has_gpu else note("shared memory", told, fix)
+    state += ", too small for NCCL between the ranks of a node"
+    yield problem("shared memory", state, fix) if has_gpu else note("shared memory", state, fix)
 
 
 def check_disk(folder: Path, wanted: float) -> Finding:
@@ -77,10 +84,10 @@ def check_disk(folder: Path, wanted: float) -> Finding:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return problem("disk", f"{there} cannot be written to", "name another output_dir")
     free = shutil.disk_usage(there).free
-    told = f"{_gib(free)} free for {folder}"
+    state = f"{_gib(free)} free for {folder}"
     if free < wanted * GIB:
-        return problem("disk", f"{told}, of {wanted:g} GiB wanted", "make room, or name another output_dir")
-    return ok("disk", told)
+        return problem("disk", f"{state}, of {wanted:g} GiB wanted", "make room, or name another output_dir")
+    return ok("disk", state)
 
 
 def check_ports(ports: Sequence[int]) -> Iterator[Finding]:
@@ -110,3 +117,52 @@ def check_limits() -> Iterator[Finding]:
 
 def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
+
+
+# ---- rollout servers -------------------------------------------------------------------------------------------------
+
+
+def check_servers(urls: Sequence[str], weight_sync: str, installed: Installed) -> Iterator[Finding]:
+    """Check that the servers answer. weight_sync: the run's rollout.weight_sync."""
+    for url in (url.rstrip("/") for url in urls):
+        try:
+            info = ask(url)
+        except (OSError, ValueError) as error:
+            yield problem(url, f"no answer: {error}", "start a server there, or correct the URL")
+            continue
+        sglang, on_gpu = info.get("version"), str(info.get("device", "cuda")).startswith("cuda")
+        yield ok(url, f"SGLang {sglang or 'of unknown version'}, {info.get('device', 'unknown device')}")
+        if weight_sync == "broadcast" and on_gpu:
+            yield check_nccl_of(url, sglang, installed)
+
+
+def check_nccl_of(url: str, sglang: str | None, installed: Installed) -> Finding:
+    """Compare NCCL with that of a server on GPUs, with which a broadcast of weights forms a group."""
+    what, here = f"NCCL with {url}", installed.nccl
+    theirs = versions.nccl_of_sglang(sglang)
+    if theirs is None or here is None or installed.torch is None:
+        unknown = "of the server" if theirs is None else "of this environment"
+        return note(what, f"the version {unknown} is not known; both must be the same", f"else {WAY_OUT}")
+    both = f"{here} here, {theirs} with SGLang {sglang}"
+    if versions.foreign_nccl(installed.torch, here, sglang) is not None:
+        return problem(what, f"{both}: NCCL forms no group across versions", WAY_OUT)
+    if here != theirs:
+        return note(what, f"{both} from its wheel; see that the server has the one here", f"else {WAY_OUT}")
+    return ok(what, both)
+
+
+def ask(url: str) -> Mapping[str, Any]:
+    """Return the server's report on itself. Raise OSError if there is none, ValueError if it is no JSON object."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # proxies are for the internet
+    for endpoint in ENDPOINTS:
+        try:
+            with opener.open(url + endpoint, timeout=SERVER_SECONDS) as reply:
+                info = json.load(reply)
+        except urllib.error.HTTPError as error:
+            if error.code != 404 or endpoint == ENDPOINTS[-1]:
+                raise
+            continue
+        if not isinstance(info, dict):
+            raise ValueError(f"{url}{endpoint} is no JSON object")
+        return info
+    raise AssertionError("the last endpoint answers or raises")

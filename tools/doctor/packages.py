@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from isoloss.models.mcore import nvidia_apex
+from isoloss.models.mcore import compat
 from isoloss.parallel import UserError
 from isoloss.parallel.runtime import versions
 from isoloss.parallel.runtime.versions import version_of
@@ -33,25 +33,25 @@ def check_packages(installed: Installed, has_gpu: bool) -> Iterator[Finding]:
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
-    told, oldest = ".".join(map(str, version)), ".".join(map(str, versions.OLDEST_PYTHON))
+    state, oldest = ".".join(map(str, version)), ".".join(map(str, versions.OLDEST_PYTHON))
     if version[:2] < versions.OLDEST_PYTHON:
-        return problem("Python", told, f"use Python {oldest} or newer (make PYTHON=python{oldest})")
-    return ok("Python", told)
+        return problem("Python", state, f"use Python {oldest} or newer (make PYTHON=python{oldest})")
+    return ok("Python", state)
 
 
 def check_torch(installed: Installed) -> Finding:
     if installed.torch is None:
         return problem("torch", "not installed", INSTALL_TORCH)
-    told = f"{installed.torch}, built for {f'CUDA {installed.cuda}' if installed.cuda else 'the CPU'}"
+    state = f"{installed.torch}, built for {f'CUDA {installed.cuda}' if installed.cuda else 'the CPU'}"
     if Version(installed.torch) < Version(versions.OLDEST_TORCH):
-        return problem("torch", told, f"isoloss needs {versions.OLDEST_TORCH} or newer: {INSTALL_TORCH}")
+        return problem("torch", state, f"isoloss needs {versions.OLDEST_TORCH} or newer: {INSTALL_TORCH}")
     if versions.public(installed.torch) != versions.TESTED_TORCH:
-        return note("torch", f"{told}; isoloss was run with {versions.TESTED_TORCH} only")
-    return ok("torch", told)
+        return note("torch", f"{state}; isoloss was run with {versions.TESTED_TORCH} only")
+    return ok("torch", state)
 
 
 def check_nccl(installed: Installed) -> Finding:
-    """Of a torch that was built for CUDA."""
+    """Check the NCCL of a torch that was built for CUDA."""
     pin, found = installed.pinned_nccl, installed.nccl
     if pin is None:
         return note("NCCL", f"torch {installed.torch} does not say in its metadata which it has")
@@ -84,26 +84,26 @@ def check_transformer_engine(installed: Installed, has_gpu: bool) -> Iterator[Fi
     if Version(found) in asked:
         yield ok(what, found)
     else:
-        told, fix = f"{found}; Megatron-Core {installed.megatron_core} asks for {asked}", f"install one of {asked}"
+        state, fix = f"{found}; Megatron-Core {installed.megatron_core} asks for {asked}", f"install one of {asked}"
         oldest = min(Version(each.version) for each in asked)
-        yield problem(what, told, fix) if Version(found) < oldest else note(what, told, fix)
+        yield problem(what, state, fix) if Version(found) < oldest else note(what, state, fix)
     failure = failure_of("import transformer_engine.pytorch")
     if failure is not None:
         fix = "build it for this torch and this CUDA, or pip uninstall it and leave model.transformer_engine=false"
-        told = f"{found} does not import: {failure}"
-        yield problem(what, told, fix) if has_gpu else note(what, told, "none without a GPU, which its import needs")
+        state = f"{found} does not import: {failure}"
+        yield problem(what, state, fix) if has_gpu else note(what, state, "none without a GPU, which its import needs")
 
 
 def check_apex() -> Iterator[Finding]:
     try:
-        nvidia_apex.check()
+        compat.check_apex()
     except UserError as error:
-        told, _, fix = str(error).rpartition(": ")
-        yield problem("apex", told, fix)
+        state, _, fix = str(error).rpartition(": ")
+        yield problem("apex", state, fix)
 
 
 def check_sglang(installed: Installed) -> Finding:
-    """Of this environment, where it need not be."""
+    """Check an SGLang in this environment, where it need not be."""
     if installed.sglang is None:
         return ok("SGLang", "not in this environment; servers have one of their own")
     needs = installed.sglang_torch

@@ -1,4 +1,4 @@
-"""Whether a piece of Python runs here: in a process of its own, for a library that does not fit may end it."""
+"""Try a piece of Python in a process of its own, because a library that does not fit may end the process."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ SECONDS = 120.0
 
 
 def failure_of(code: str) -> str | None:
-    """Why `code` fails, in one line; None where it runs."""
+    """Return why `code` fails, in one line; None if it runs."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS
@@ -16,5 +16,5 @@ def failure_of(code: str) -> str | None:
         return f"no end in {SECONDS:g} seconds"
     if done.returncode < 0:
         return f"killed by signal {-done.returncode}"
-    told = done.stderr.strip().splitlines()
-    return None if done.returncode == 0 else told[-1] if told else f"status {done.returncode}"
+    lines = done.stderr.strip().splitlines()
+    return None if done.returncode == 0 else lines[-1] if lines else f"status {done.returncode}"

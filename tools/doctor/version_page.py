@@ -1,4 +1,4 @@
-"""docs/versions.md, from the table of parallel/runtime/versions.py."""
+"""Write docs/versions.md from the table of parallel/runtime/versions.py."""
 
 from collections.abc import Iterable, Sequence
 

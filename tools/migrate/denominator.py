@@ -1,7 +1,7 @@
-"""What a trainer divides its loss by: in words, and as the weight that it gives to a token.
+"""Describe what a trainer divides its loss by: in words, and as the weight of a token.
 
-A loss that sums per-token terms and divides is a weight per token, ours and everybody's. Two trainers compute the same
-loss where the weights are the same on every step, however it is cut into micro-batches and ranks.
+A loss that sums per-token terms and divides is a weight per token. Two trainers compute the same loss if the weights
+are equal on every step, for every division into micro-batches and ranks.
 """
 
 from collections.abc import Sequence
@@ -29,16 +29,19 @@ SCOPES = {
     "generated batch": "with the target tokens of the whole generated batch, all the optimizer steps that it feeds, as "
     "the denominator of each step",
 }
-# Of four sequences in two micro-batches of two, the lengths of a report's example.
+# Lengths of four sequences in two micro-batches, for the example of a report.
 EXAMPLE = ((100, 300), (500, 700))
 
 
 @dataclass(frozen=True)
 class Denominator:
-    """mode: a name of ours for what is divided. scope: what it is counted over. length: of seq-mean-token-sum-norm.
-    count_fully_masked: whether means over sequences count those without a target. masked_is_a_token: whether token
-    means count such a sequence as one token. steps: optimizer steps that a generated batch feeds. own_loss: the
-    per-token loss is one that isoloss lacks, so nothing can be said of the number.
+    """The denominator of a loss.
+
+    mode: isoloss's name for the aggregation. scope: the group of sequences that is counted.
+    length: the constant of seq-mean-token-sum-norm. count_fully_masked: True if means over sequences count those
+    without a target. masked_is_a_token: True if token means count such a sequence as one token.
+    steps: number of optimizer steps that a generated batch feeds. own_loss: True for a per-token loss that isoloss
+    lacks, whose value cannot be compared.
     """
 
     mode: str
@@ -58,38 +61,40 @@ class Denominator:
         return text
 
     def differs(self, ours: "Denominator") -> list[str]:
-        """Where the weights are not those of `ours`, and when; none: the same number on every step."""
-        told = []
+        """Return the differences from the weights of `ours`; none if the loss is the same number on every step."""
+        differences = []
         if self.own_loss:
-            told.append("the per-token loss is not one of isoloss's: the denominators below are all that is compared")
+            differences.append(
+                "the per-token loss is not one of isoloss's: the denominators below are all that is compared"
+            )
         if self.mode != ours.mode:
-            told.append(f"{MODES[self.mode].format(length=self.length)} is not {ours.mode}")
+            differences.append(f"{MODES[self.mode].format(length=self.length)} is not {ours.mode}")
         elif self.length != ours.length:
-            told.append(f"{self.length} tokens are not loss.norm_length={ours.length}")
+            differences.append(f"{self.length} tokens are not loss.norm_length={ours.length}")
         if self.scope in ("micro-batch", "sample share"):
-            told.append(
+            differences.append(
                 "a mean of means: a token of a micro-batch with few tokens weighs more than one of a micro-batch with "
                 "many, and another micro-batch size, packing or number of ranks gives another loss"
             )
         if self.scope == "rank":
-            told.append("a mean of means over ranks: a token of a rank with few tokens weighs more")
+            differences.append("a mean of means over ranks: a token of a rank with few tokens weighs more")
         if self.scope == "generated batch":
-            told.append(
+            differences.append(
                 f"a generated batch feeds {self.steps} optimizer steps, and each is divided by the tokens of all: "
                 f"about {self.steps} times smaller than ours, so gradient clipping acts later (AdamW itself hardly "
                 "sees a constant factor)"
             )
         if "seq" in self.mode and self.count_fully_masked != ours.count_fully_masked:
-            told.append("sequences without a target are counted by one of the two")
+            differences.append("sequences without a target are counted by one of the two")
         if self.masked_is_a_token:
-            told.append("only if a step has sequences without a target: each adds one to the denominator")
-        return told
+            differences.append("only if a step has sequences without a target: each adds one to the denominator")
+        return differences
 
     def weights(self, ranks: Sequence[Sequence[Sequence[int]]], other_tokens: int | None = None) -> list[float]:
-        """The weight of a token of each sequence of a step, in order.
+        """Return the weight of a token of each sequence of a step, in order.
 
-        ranks: of each rank its micro-batches, of each the target tokens of its sequences.
-        other_tokens: target tokens of the other steps of the generated batch; default: as many as here in each.
+        ranks: numbers of target tokens, by rank, micro-batch and sequence.
+        other_tokens: number of target tokens in the other steps of the generated batch; default: as many in each.
         """
         micro_batches = [micro_batch for rank in ranks for micro_batch in rank]
         step = [tokens for micro_batch in micro_batches for tokens in micro_batch]
@@ -109,7 +114,7 @@ class Denominator:
         return [weight * share for micro_batch, share in means for weight in self._mean(micro_batch)]
 
     def _mean(self, lengths: Sequence[int]) -> list[float]:
-        """The weight of a token of each of these sequences in their mean."""
+        """Return the weight of a token of each of these sequences in their mean."""
         sequences = max(len(lengths) if self.count_fully_masked else sum(n > 0 for n in lengths), 1)
         tokens = sum(max(n, 1) if self.masked_is_a_token else n for n in lengths)
         divisors = {
@@ -123,13 +128,12 @@ class Denominator:
 
 
 def example(theirs: Denominator, ours: Denominator) -> str | None:
-    """How much more a token weighs there than here, in a step of four sequences; None where it is the same."""
+    """Compare the weights of tokens in a step of four sequences. Return None if they are equal."""
     lengths = [n for micro_batch in EXAMPLE for n in micro_batch]
     ratios = [a / b for a, b in zip(theirs.weights([EXAMPLE]), ours.weights([EXAMPLE]))]
     if all(abs(ratio - 1) < 1e-12 for ratio in ratios):
         return None
-    told = ", ".join(f"{ratio:.3g}" for ratio in ratios)
-    of = ", ".join(f"{n}" for n in lengths)
     return (
-        f"in a step of two micro-batches, with sequences of {of} tokens, a token weighs {told} times what it does here"
+        f"in a step of two micro-batches, with sequences of {', '.join(map(str, lengths))} tokens, a token weighs "
+        f"{', '.join(f'{ratio:.3g}' for ratio in ratios)} times what it does here"
     )

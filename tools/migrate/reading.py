@@ -1,4 +1,4 @@
-"""The files and arguments in which other trainers keep their configurations, as plain keys and values."""
+"""Read the files and arguments in which other trainers keep their configurations, as plain keys and values."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 def mapping(path: Path) -> dict[str, Any]:
-    """Of a YAML or JSON file."""
+    """Return the names and values of a YAML or JSON file."""
     text = _text(path)
     try:
         value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
@@ -32,7 +32,7 @@ def mapping(path: Path) -> dict[str, Any]:
 
 
 def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names. What refers to another key of the file gets its value; what cannot be found stays as it is."""
+    """Return values by dotted names. A reference gets the value of its key, or stays if there is no such key."""
     tree, flat = OmegaConf.create(dict(values)), {}
 
     def visit(node: Mapping[str, Any], prefix: str) -> None:
@@ -51,7 +51,7 @@ def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def script(path: Path | None, variables: Mapping[str, str]) -> Script:
-    """variables: given by the user."""
+    """Read a launch script, or nothing. variables: the values that the user gives."""
     read = Script(path.parent if path else Path(), {"HOME": str(Path.home()), "PWD": str(Path.cwd()), **variables})
     if path is not None:
         read.run(_text(path))
@@ -59,9 +59,8 @@ def script(path: Path | None, variables: Mapping[str, str]) -> Script:
 
 
 def arguments_of(read: Script, programs: re.Pattern[str]) -> list[str]:
-    """The arguments of the command that runs one of the trainer's programs. A file without any holds them itself.
-    Raises UserError where more arguments stand on the next line as a command of their own, which the trainer never
-    got."""
+    """Return the arguments of the command that runs one of the trainer's programs. A file without such a command holds
+    the arguments itself. Raise UserError if the next command consists of arguments, which the trainer never got."""
     for command, after in zip(read.commands, [*read.commands[1:], [""]]):
         at = [i for i, word in enumerate(command) if programs.search(word)]
         if at and ARGUMENT.match(after[0]):
@@ -73,13 +72,13 @@ def arguments_of(read: Script, programs: re.Pattern[str]) -> list[str]:
 
 
 def assignments(words: Sequence[str]) -> dict[str, Any]:
-    """Hydra's: `key=value`, `+key=value`, `++key=value`."""
+    """Read Hydra's `key=value`, `+key=value` and `++key=value`."""
     pairs = (word.lstrip("+").split("=", 1) for word in words if "=" in word and not word.startswith(("-", "~", "=")))
     return {key: value_of(value) for key, value in pairs}
 
 
 def flags(words: Sequence[str]) -> dict[str, Any]:
-    """`--name value ...`, `--name=value` and `--name` alone, which is true."""
+    """Read `--name value ...`, `--name=value`, and `--name` alone, which is true."""
     given: dict[str, Any] = {}
     name = None
     for word in words:
@@ -94,7 +93,7 @@ def flags(words: Sequence[str]) -> dict[str, Any]:
 
 
 def value_of(text: str) -> Any:
-    """A value of a command line: a number, true, null, a list, or text."""
+    """Return a value of a command line: a number, true, null, a list, or text."""
     if NUMBER.fullmatch(text):
         return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
     try:
@@ -107,8 +106,9 @@ def value_of(text: str) -> Any:
 
 
 def split_variables(words: Sequence[str], known: frozenset[str] = frozenset()) -> tuple[dict[str, str], list[str]]:
-    """What the user added: NAME=VALUE for variables of a script, and the trainer's own arguments. known: names without
-    a dot that are keys."""
+    """Divide what the user added into NAME=VALUE for variables of a script, and the trainer's own arguments.
+
+    known: keys without a dot, which are no variables."""
     variables = {}
     others = []
     for word in words:

@@ -1,7 +1,7 @@
-"""As much of a shell script as launch scripts need: variables, arrays, arithmetic, and the words of commands.
+"""Read as much of a shell script as launch scripts need: variables, arrays, arithmetic, and the words of commands.
 
-Nothing is executed. What stands in an if, a case or a loop is not read, for it depends on the machine: its variables
-have no value, and whoever needs one says so.
+Nothing is executed. The body of an if, a case or a loop is not read, because it depends on the machine: a variable that
+it sets has no value, and a key that needs one is refused.
 """
 
 import ast
@@ -22,7 +22,11 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 
 @dataclass
 class Script:
-    """What a script has said so far. fixed: variables given by the user, which win. commands: their words."""
+    """The state of a script that is being read.
+
+    folder: the folder of the script. fixed: variables that the user gives, which win. variables, arrays: values by
+    name. commands: words of each command. unread: sourced files that were not found. depth: number of open blocks.
+    """
 
     folder: Path
     fixed: Mapping[str, str]
@@ -76,7 +80,7 @@ class Script:
             self.commands.append([word for raw in command for word in self.expand(raw)])
 
     def _source(self, word: str) -> None:
-        """A file beside the script, also where the folder in front of it is computed by the script."""
+        """Read a sourced file in the script's folder, also if the script computes the folder in front of its name."""
         (name,) = self.expand(word) or [""]
         path = self.folder / (name.rsplit("}/", 1)[-1].rsplit(")/", 1)[-1] if "$" in name else name)
         if path.is_file():
@@ -85,7 +89,7 @@ class Script:
             self.unread.append(word)
 
     def expand(self, word: str) -> list[str]:
-        """The words that a word becomes. What has no value stays as it is written, with its $."""
+        """Return the words that a word expands to. A variable without a value stays as it is written, with its $."""
         if found := ARRAY.fullmatch(word):
             return self.arrays.get(found[1], [])
         if word.strip('"').startswith(("$@", "${@", "$*")):
@@ -120,13 +124,13 @@ class Script:
         return part
 
     def _quoted(self, text: str) -> str:
-        """Between double quotes a single one is a character."""
-        at, told = 0, []
+        """Expand a text between double quotes, where a single quote is a character."""
+        at, parts = 0, []
         while at < len(text):
             end = _part_end(text, at) if text[at] in "$\\" else at + 1
-            told.append(self._part(text[at:end]) if end > at + 1 else text[at:end])
+            parts.append(self._part(text[at:end]) if end > at + 1 else text[at:end])
             at = end
-        return "".join(told)
+        return "".join(parts)
 
     def _number(self, part: str) -> str:
         names = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda name: self._part(f"${name[1]}"), part[3:-2])
@@ -137,7 +141,7 @@ class Script:
 
 
 def _calculate(node: ast.AST) -> int:
-    """Of whole numbers alone: KeyError or AttributeError for anything else."""
+    """Compute a node of whole numbers. Raise KeyError or AttributeError for any other node."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -146,7 +150,7 @@ def _calculate(node: ast.AST) -> int:
 
 
 def words(text: str) -> Iterator[str]:
-    """The words of a script with their quotes, parentheses, and what ends a command: one of ENDS."""
+    """Yield the words of a script with their quotes, parentheses, and the ENDS of commands."""
     text, at = text.replace("\\\n", " "), 0
     while at < len(text):
         c = text[at]
@@ -178,7 +182,7 @@ def _word_end(text: str, at: int) -> int:
 
 
 def _part_end(word: str, at: int) -> int:
-    """Of a quoted text, an expansion, or what stands before the next of them."""
+    """Return the end of a quoted text, of an expansion, or of the plain text before the next of these."""
     c = word[at]
     if c == "'":
         return _find(word, "'", at + 1) + 1
@@ -198,7 +202,7 @@ def _part_end(word: str, at: int) -> int:
 
 
 def _balanced(text: str, at: int) -> int:
-    """The end of what is opened at `at`."""
+    """Return the end of the parenthesis or brace that opens at `at`."""
     opened, closed = text[at], {"(": ")", "{": "}"}[text[at]]
     depth = 0
     while at < len(text):
@@ -210,5 +214,5 @@ def _balanced(text: str, at: int) -> int:
 
 
 def _find(text: str, mark: str, at: int) -> int:
-    found = text.find(mark, at)
-    return len(text) if found < 0 else found
+    index = text.find(mark, at)
+    return len(text) if index < 0 else index

@@ -1,250 +1,244 @@
-"""What is known of another trainer's keys, and what one of its configurations says."""
+"""Read the tables of another trainer's keys: TOML files that name functions of the trainer's module.
+
+A file `NAME.toml` has these sections; a wrong one raises ValueError when it is loaded.
+
+[source]   trainer: its name; recipe: an expression; sizes: an expression for Sizes, or missing; include: a file
+[keys]     a key of the source = {fields}, one a line:
+             to       keys of isoloss that it decides, separated by spaces; `key|other`: only if `other` is not set
+             as       expression for the value of the first of them
+             default  the trainer's default, if it is not null
+             why      what cannot be carried over, and what isoloss does instead; {expression} is filled in, and a
+                      text that is then empty says nothing
+             keeps    values of which nothing is lost ("null" is null)
+             when     expression: whether something is lost
+             matter   "result": it changes what is learned; "give": the user must give it otherwise; or neither
+[changes], [give], [without]   keys without a counterpart, by the reason: what is done instead = [keys], or
+             {keys = [keys], keeps = [values], when = expression}. matter is "result", "give" and neither. A key of
+             [changes] also keeps null and false.
+[ours]     a key of isoloss = expression, for those that more than one key of the source decides
+[before]   what a user must still give = expression: when
+[loss]     a field of Denominator = expression
+[remarks]  a remark on the loss = expression: when
+[past]     a kind of releases.toml = expression: whether the configuration has that loss
+
+`name.*` and `--name-*` stand for all keys that begin so and have no row of their own. An expression is a function of
+the trainer's module or of Settings, and its arguments: `integer data.max_length`. In a row, a function that lacks its
+first key gets the row's. `not f`, `f and g`, and `f or 1` are expressions too: g or false, and 1 for what is false,
+null or empty. `unset` leaves isoloss's default.
+"""
 
 import dataclasses
+import inspect
 import re
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from isoloss.parallel import UserError
 from isoloss.tools.migrate.denominator import Denominator
 from isoloss.tools.migrate.releases import Sizes
+from isoloss.tools.migrate.settings import UNSET, Settings
 
 Recipe = Literal["sft", "grpo", "dapo"]
 Matter = Literal["nothing", "give", "result"]
-IMAGES = re.compile(r"(^|[-_.])(vlm?|vision|omni)([-_.\d]|$)", re.IGNORECASE)
+Expression = Callable[[Settings], Any]
+GROUPS: dict[str, Matter] = {"changes": "result", "give": "give", "without": "nothing"}
+SECTIONS = {"source", "keys", "ours", "before", "loss", "remarks", "past", *GROUPS}
+FIELDS = {
+    "source": {"trainer", "recipe", "sizes", "include"},
+    "loss": {field.name for field in dataclasses.fields(Denominator)},
+    "keys": {"to", "as", "default", "why", "keeps", "when", "matter"},
+    **{section: {"keys", "keeps", "when"} for section in GROUPS},
+}
 NO_DISTILLATION = "isoloss has no distillation: nothing is learned from a teacher"
-
-
-class Unset:
-    """What a key of ours gets where the source decides nothing: our default."""
-
-
-UNSET = Unset()
 
 
 @dataclass(frozen=True)
 class Row:
-    """A key of the source.
-
-    key: its name; `group.*` stands for every name below the group, `--prefix-*` for every name that begins so.
-    default: its value where a configuration does not name it.
-    to: our keys that it decides; `ours|key`: only where the configuration does not name the source's other key.
-    why: what we do instead, of a key without a counterpart.
-    neutral: values with which a key without a counterpart asks for nothing.
-    lost: what of its value cannot be carried over, or None.
-    matter: where that, or a key without a counterpart, is told: among what changes the result, what a user must give,
-    or what changes nothing that is learned.
-    when: the settings in which a key without a counterpart is read at all.
-    """
+    """A key of the source; the fields are those of the file."""
 
     key: str
-    default: Any = None
     to: tuple[str, ...] = ()
-    why: str = ""
-    neutral: tuple[Any, ...] = ()
-    lost: "Callable[[Settings], str | None] | None" = None
+    default: Any = None
+    why: Callable[[Settings], str] | None = None
+    keeps: Sequence[Any] = ()
+    when: Expression | None = None
     matter: Matter = "nothing"
-    when: "Callable[[Settings], bool] | None" = None
 
     def matches(self, key: str) -> bool:
         return key.startswith(self.key[:-1]) if self.key.endswith("*") else key == self.key
 
-
-def to(
-    key: str,
-    ours: str,
-    default: Any = None,
-    lost: "Callable[[Settings], str | None] | None" = None,
-    matter: Matter = "nothing",
-) -> Row:
-    """A key with a counterpart. ours: our keys, separated by spaces."""
-    return Row(key, default, tuple(ours.split()), lost=lost, matter=matter)
-
-
-def none(
-    why: str,
-    *keys: str,
-    neutral: tuple[Any, ...] = (),
-    matter: Matter = "nothing",
-    when: "Callable[[Settings], bool] | None" = None,
-) -> tuple[Row, ...]:
-    """Keys without a counterpart, for one reason."""
-    return tuple(Row(key, why=why, neutral=neutral, matter=matter, when=when) for key in keys)
-
-
-def changes(
-    why: str, *keys: str, neutral: tuple[Any, ...] = (), when: "Callable[[Settings], bool] | None" = None
-) -> tuple[Row, ...]:
-    """Keys without a counterpart, which decide what is learned."""
-    return none(why, *keys, neutral=(None, False, *neutral), matter="result", when=when)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a configuration says, key by key. given: what it names. rows: of its trainer."""
-
-    trainer: str
-    given: Mapping[str, Any]
-    rows: tuple[Row, ...]
-
-    def __call__(self, key: str) -> Any:
-        """Its value: as given, or the trainer's default. Raises UserError where a variable in it has no value."""
-        value = self.given[key] if key in self.given else self.default(key)
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, str) and "$" in item:
-                raise self.refusal(key, "has a variable whose value is not known; give it as NAME=VALUE, or the key")
-        return value
-
-    def default(self, key: str) -> Any:
-        return next(row.default for row in self.rows if row.key == key)
-
-    def has(self, *keys: str) -> bool:
-        """Whether it names one of them, with a value."""
-        return any(self.given.get(key) is not None for key in keys)
-
-    def on(self, key: str) -> bool:
-        """Whether it names the key, as true."""
-        return key in self.given and self.flag(key)
-
-    def named(self, key: str) -> Any:
-        """Its value where it names the key, or None."""
-        return self(key) if key in self.given else None
-
-    def first(self, *keys: str) -> Any:
-        """Of the first that it names; else the default of the first."""
-        return self(next((key for key in keys if self.has(key)), keys[0]))
-
-    def number(self, key: str) -> float:
-        value = self(key)
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            raise self.refusal(key, "must be a number") from None
-
-    def integer(self, key: str) -> int:
-        value = self.number(key)
-        if not value.is_integer():
-            raise self.refusal(key, "must be a whole number")
-        return int(value)
-
-    def optional(self, key: str) -> int | None:
-        """A whole number, or None where there is none."""
-        return None if self(key) is None else self.integer(key)
-
-    def positive(self, key: str) -> int | None:
-        """A whole number above 0; None for none, 0 and -1, which trainers use for it."""
-        value = self.optional(key)
-        return value if value is not None and value > 0 else None
-
-    def flag(self, key: str) -> bool:
-        value = self(key)
-        known = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False, "none": False}
-        if isinstance(value, bool):
-            return value
-        if str(value).lower() not in known:
-            raise self.refusal(key, "must be true or false")
-        return known[str(value).lower()]
-
-    def text(self, key: str) -> str:
-        return str(self(key))
-
-    def texts(self, key: str) -> list[str]:
-        value = self(key)
-        return [] if value is None else [str(item) for item in value] if isinstance(value, list) else [str(value)]
-
-    def refusal(self, key: str, hint: str) -> UserError:
-        value = self.given[key] if key in self.given else self.default(key)
-        return UserError(f"{self.trainer}: {key}={value!r} {hint}")
+    def reason(self, settings: Settings, value: Any) -> str:
+        """Return what is lost of this value of the key; empty if nothing is."""
+        if self.to and self.keeps:
+            value = settings(self.key)  # refuses a variable
+        if self.why is None or value in self.keeps or (self.when is not None and not self.when(settings)):
+            return ""
+        return self.why(settings)
 
 
 @dataclass(frozen=True)
 class Source:
     """A kind of configuration.
 
-    trainer: its name. rows: its keys. keys: our keys, each as a function of its settings; UNSET leaves our default.
-    recipe: which of ours it becomes. loss: what it divides its loss by, and remarks on it. before: what a user must
-    still give. past: the sizes of its steps, and which rows of releases.PASTS are about it.
+    trainer: its name. rows: its keys. ours: an expression for each key of isoloss that it decides. recipe: isoloss's
+    recipe. loss: the denominator of its loss. past: the sizes of its steps, and its kinds of releases.PASTS.
+    before: lines on keys that the user must still give. remarks: lines on its loss.
     """
 
     trainer: str
     rows: tuple[Row, ...]
-    keys: Mapping[str, Callable[[Settings], Any]]
+    ours: Mapping[str, Expression]
     recipe: Callable[[Settings], Recipe]
-    loss: Callable[[Settings], tuple[Denominator, list[str]]]
+    loss: Callable[[Settings], Denominator]
+    past: Callable[[Settings], tuple[Sizes, list[str]]]
     before: Callable[[Settings], list[str]]
-    past: Callable[[Settings], tuple[Sizes, list[str]]] = lambda settings: (Sizes(), [])
+    remarks: Callable[[Settings], list[str]]
+
+    def settings(self, given: Mapping[str, Any]) -> Settings:
+        return Settings(self.trainer, given, {row.key: row.default for row in self.rows})
 
     def row_of(self, key: str) -> Row | None:
-        """The row of that very name, or the one of its longest group."""
-        found = [row for row in self.rows if row.matches(key)]
-        return max(found, key=lambda row: (not row.key.endswith("*"), len(row.key)), default=None)
+        """Return the row of that very name, or the one of its longest group."""
+        rows = [row for row in self.rows if row.matches(key)]
+        return max(rows, key=lambda row: (not row.key.endswith("*"), len(row.key)), default=None)
 
 
-@dataclass(frozen=True)
-class Account:
-    """Where each key that a configuration names went; each line begins with it.
-
-    changes: what the run learned by it, and ours does not. give: what of it a user must give otherwise. Both with a
-    reason, as in without. translated: what it became. same: it asks for what we do by default. without: no counterpart,
-    with what we do instead. unknown: names of no key that we know. implied: our keys that it decides by the trainer's
-    defaults.
-    """
-
-    changes: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    give: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    translated: list[str] = dataclasses.field(default_factory=list)
-    same: list[str] = dataclasses.field(default_factory=list)
-    without: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    unknown: list[str] = dataclasses.field(default_factory=list)
-    implied: list[str] = dataclasses.field(default_factory=list)
+def load(name: str, module: Mapping[str, Any], folder: Path = Path(__file__).parent) -> Source:
+    """Return the source of `NAME.toml`. module: the namespace of its functions."""
+    return _Loader(module, folder).load(name)
 
 
-def lost_images(key: str) -> "Callable[[Settings], str | None]":
-    """Of the key that names the model."""
+class _Loader:
+    def __init__(self, module: Mapping[str, Any], folder: Path):
+        self.module, self.folder, self.place = module, folder, ""
+        self.rows: dict[str, Row] = {}
+        self.texts: dict[str, list[tuple[Callable[[Settings], str], Expression]]] = {"before": [], "remarks": []}
+        self.expressions: dict[str, dict[str, Expression]] = {"ours": {}, "loss": {}, "past": {}}
+        self.named: list[tuple[str, str]] = []  # keys in expressions, with their places
 
-    def lost(s: "Settings") -> str | None:
-        sees = IMAGES.search(str(s(key)).rstrip("/").rsplit("/", 1)[-1])
-        return "by its name it takes images, and isoloss trains on text alone" if sees else None
+    def load(self, name: str) -> Source:
+        source = self._read(name)
+        for place, key in self.named:
+            if not any(row.matches(key) for row in self.rows.values()):
+                raise ValueError(f"{place}: no row has the key {key!r}")
+        before, remarks = (lambda s, pairs=pairs: [text(s) for text, when in pairs if when(s)]
+                           for pairs in self.texts.values())  # fmt: skip
+        recipe, ours, loss, past = self._expression(source["recipe"]), *self.expressions.values()
+        sizes = self._expression(source["sizes"]) if "sizes" in source else lambda s: Sizes()
+        return Source(
+            source["trainer"],
+            tuple(self.rows.values()),
+            ours,
+            recipe,
+            lambda s: Denominator(**{field: value(s) for field, value in loss.items()}),
+            lambda s: (sizes(s), [kind for kind, holds in past.items() if holds(s)]),
+            before,
+            remarks,
+        )
 
-    return lost
+    def _read(self, name: str) -> dict[str, Any]:
+        """Add the rows of a file and of those that it includes. Return its section [source]."""
+        file = f"{name}.toml"
+        tables = tomllib.loads((self.folder / file).read_text())
+        self.place = file
+        self._check(tables, SECTIONS, "section")
+        source = tables.pop("source", {})
+        self._check(source, FIELDS["source"])
+        if "include" in source:
+            self._read(source["include"])
+        for section, entries in tables.items():
+            for entry, value in entries.items():
+                self.place = f"{file}: [{section}] {entry}"
+                if section in self.expressions:
+                    self._check({entry: value}, FIELDS.get(section, {entry}))
+                    self._named(section, entry, value)
+                elif section in self.texts:
+                    self.texts[section].append((self._text(entry), self._expression(value)))
+                elif section == "keys":
+                    self._row(entry, value)
+                else:
+                    self._group(section, entry, value if isinstance(value, dict) else {"keys": value})
+        self.place = f"{file}: [source]"
+        return source
 
+    def _check(self, entries: Mapping[str, Any], known: set[str], noun: str = "field") -> None:
+        if unknown := sorted(entries.keys() - known):
+            raise ValueError(f"{self.place}: {noun} {unknown[0]!r} is none of {', '.join(sorted(known))}")
 
-def translate(source: Source, settings: Settings) -> dict[str, Any]:
-    """Our keys that the configuration decides, by its own values and by its trainer's defaults."""
-    values = {key: function(settings) for key, function in source.keys.items()}
-    return {key: value for key, value in values.items() if value is not UNSET}
+    def _row(self, key: str, fields: dict[str, Any]) -> None:
+        self._check(fields, FIELDS["keys"])
+        to, matter = fields.get("to", "").split(), fields.get("matter", "nothing")
+        if not to and "why" not in fields:
+            raise ValueError(f"{self.place}: has neither `to` nor `why`")
+        if matter not in GROUPS.values():
+            raise ValueError(f"{self.place}: matter {matter!r} is none of {', '.join(GROUPS.values())}")
+        if "as" in fields:
+            self._named("ours", to[0].partition("|")[0] if to else "", fields["as"], key)
+        self._add(key, fields, to=tuple(to), default=fields.get("default"), matter=matter)
 
+    def _group(self, section: str, why: str, fields: dict[str, Any]) -> None:
+        self._check(fields, FIELDS[section])
+        keeps = ["null", False] if section == "changes" else []
+        if not fields.get("keys"):
+            raise ValueError(f"{self.place}: names no keys")
+        for key in fields["keys"]:
+            self._add(key, {"why": why, **fields, "keeps": [*keeps, *fields.get("keeps", [])]}, matter=GROUPS[section])
 
-def account(source: Source, settings: Settings, emitted: Mapping[str, str]) -> Account:
-    """emitted: the lines that are written, by our key. Raises UserError where none of the keys is the trainer's."""
-    told, named = Account(), set()
-    for key, value in settings.given.items():
-        row, shown = source.row_of(key), f"{key}={_shown(value)}"
-        if row is None:
-            told.unknown.append(shown)
-            continue
-        decided = [ours for ours, _, other in (name.partition("|") for name in row.to) if not settings.has(other)]
-        lines = [emitted[ours] for ours in decided if ours in emitted]
-        named |= set(decided)
-        lost = row.lost(settings) if row.lost is not None else None
-        unread = value in row.neutral or (row.when is not None and not row.when(settings))
-        if reason := row.why if row.why and not unread else lost:
-            {"result": told.changes, "give": told.give, "nothing": told.without}[row.matter].append((shown, reason))
-        elif lines:
-            told.translated.append(f"{shown} -> {' '.join(lines)}")
-        else:
-            told.same.append(shown)
-    for row in source.rows:  # defaults that ours are not
-        if row.matter == "result" and row.lost and row.key not in settings.given and (why := row.lost(settings)):
-            told.changes.append((f"{row.key}={_shown(row.default)}, {source.trainer}'s default", why))
-    if len(told.unknown) == len(settings.given):
-        raise UserError(f"this is not a configuration of {source.trainer}: it has none of its keys")
-    told.implied.extend(line for ours, line in emitted.items() if ours not in named)
-    return told
+    def _add(self, key: str, fields: Mapping[str, Any], **known: Any) -> None:
+        if key in self.rows:
+            raise ValueError(f"{self.place}: {key} has two rows")
+        if "*" in key[:-1]:
+            raise ValueError(f"{self.place}: {key}: `*` stands for the end of a name")
+        self.rows[key] = Row(
+            key,
+            why=self._text(fields["why"], key) if "why" in fields else None,
+            keeps=[None if value == "null" else value for value in fields.get("keeps", [])],
+            when=self._expression(fields["when"], key) if "when" in fields else None,
+            **known,
+        )
 
+    def _named(self, section: str, name: str, text: str, key: str = "") -> None:
+        if name in self.expressions[section] or not name:
+            raise ValueError(f"{self.place}: {name or 'no key of isoloss'} has {'two values' if name else 'a value'}")
+        self.expressions[section][name] = self._expression(text, key)
 
-def _shown(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return f"[{','.join(map(_shown, value))}]" if isinstance(value, list) else str(value)
+    def _text(self, text: str, key: str = "") -> Callable[[Settings], str]:
+        """Compile a text with {expressions}."""
+        parts = re.split(r"\{([^{}]*)\}", text)
+        filled = [self._expression(part, key) for part in parts[1::2]]
+        return lambda s: "".join(
+            f"{part}{value(s)}" for part, value in zip(parts[::2], [*filled, lambda s: ""])
+        )  # fmt: skip
+
+    def _expression(self, text: str, key: str = "") -> Expression:
+        head, alternative, literal = text.partition(" or ")
+        *conditions, call = [self._call(part, key) for part in head.split(" and ")]
+        otherwise = int(literal) if literal.isdigit() else {"unset": UNSET, "null": None}.get(literal, literal)
+
+        def evaluate(s: Settings) -> Any:
+            value = call(s) if all(condition(s) for condition in conditions) else False
+            empty = value is False or (not value and not isinstance(value, (int, float)))
+            return otherwise if alternative and empty else value
+
+        return evaluate
+
+    def _call(self, text: str, key: str) -> Expression:
+        negated, (name, *words) = text.startswith("not "), text.removeprefix("not ").split()
+        function = self.module.get(name, getattr(Settings, name, None))
+        if not inspect.isfunction(function) or name.startswith("_"):
+            raise ValueError(f"{self.place}: there is no function {name!r}")
+        parameters = inspect.signature(function)
+        required = [
+            p for p in parameters.parameters.values() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+        ]
+        words = [key, *words] if key and len(words) == len(required) - 2 and required[1].name == "key" else words
+        try:
+            arguments = parameters.bind(None, *words).arguments
+        except TypeError as error:
+            raise ValueError(f"{self.place}: {text}: {error}") from None
+        for argument, value in arguments.items():
+            if argument.endswith("key") or argument == "others":
+                self.named += [(self.place, item) for item in ([value] if argument.endswith("key") else value)]
+        return lambda s: not function(s, *words) if negated else function(s, *words)

@@ -1,4 +1,4 @@
-"""Does a run fit its GPUs, and what will a step cost? From its configuration, without a GPU and without weights.
+"""Plan whether a run fits its GPUs, and the time of a step, from its configuration, without a GPU or weights.
 
     python -m isoloss.tools.plan sft preset=8b_h100 model.path=DIR --gpus 8
     python -m isoloss.tools.plan sft preset=32b_h100 model.path=DIR --gpus 64 --gpu h200 --json plan.json
@@ -62,7 +62,7 @@ def parser() -> command_line.Parser:
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Before the minutes that a dry run may take."""
+    """Refuse a bad path before the dry run, which may take minutes."""
     for option in ("json", "picture"):
         file = getattr(arguments, option)
         if file is not None and not file.parent.is_dir():

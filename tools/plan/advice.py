@@ -1,4 +1,4 @@
-"""What makes a run fit that does not: by the formula of memory, in milliseconds."""
+"""Find changes that make a run fit which does not, by the formula of memory, in milliseconds."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,8 +19,8 @@ MOST_GPUS = 1024
 
 
 def to_fit(config: Config, arch: Architecture, layout: Layout, gpu: Gpu) -> str:
-    """Fewer tokens or recomputation, unless weights, gradients and optimizer alone exceed a GPU: then what lessens
-    these. A change is named only where the run fits by it."""
+    """Return advice: fewer tokens or recomputation, or, where weights, gradients and optimizer alone exceed a GPU,
+    changes that reduce these. A change is named only where the run fits with it."""
     available, stages = room(config, gpu.memory), step_memory(config, arch, layout)
     states = max(stage.peak - stage.activations for stage in stages)
     if states <= available:
@@ -43,7 +43,7 @@ def _offloading(config: Config, arch: Architecture, layout: Layout, gpu: Gpu) ->
 
 
 def _more_gpus(config: Config, arch: Architecture, layout: Layout, gpu: Gpu) -> str:
-    """The fewest, with more tensor and expert parallelism where more data-parallel ranks are not enough."""
+    """Return the fewest GPUs, with more tensor and expert parallelism where data-parallel ranks are not enough."""
     world = 2 * layout.world_size
     while world <= MOST_GPUS:
         for tp, ep in product(DEGREES, DEGREES):
@@ -59,8 +59,8 @@ def _more_gpus(config: Config, arch: Architecture, layout: Layout, gpu: Gpu) -> 
 
 
 def _keys_by_which(config: Config, arch: Architecture, world: int, gpu: Gpu) -> str | None:
-    """Nothing where it fits as it is, the key of recomputation where it fits by that; None where it is not legal, or
-    does not fit."""
+    """Return "" where the configuration fits unchanged, the key of recomputation where it fits with that, and None
+    where it is not legal or does not fit."""
     again = replace(config.memory, recompute="full", recompute_modules=(), recompute_layers=None)
     for keys, memory in (("", config.memory), (" memory.recompute=full", again)):
         changed = replace(config, memory=memory)

@@ -1,4 +1,4 @@
-"""The rows of a data file: how long they are, and how the steps of a run divide them over ranks and micro-batches."""
+"""Plan the rows of a data file: their lengths, and how the steps of a run divide them over ranks and micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,19 +16,19 @@ from isoloss.models.architecture import Architecture
 from isoloss.parallel import Layout
 from isoloss.tools.plan.estimate import sequences
 
-STEPS = 20  # of the run, from its first, that are planned
+STEPS = 20  # number of planned steps, from the first of the run
 
 
 @dataclass(frozen=True)
 class DataPlan:
-    """rows: kept; in reinforcement learning prompts. dropped, truncated: over the limit. rejected: bad ones.
-    tokens: of the rows kept.
+    """rows: number of rows kept; in reinforcement learning, prompts. rejected: number of bad rows.
+    dropped, truncated: numbers of rows over the limit. tokens: their number in the rows kept.
     histogram: (most tokens, rows) of each class of lengths, by powers of two.
-    over_budget: rows of more than batch.max_tokens, which run alone.
-    longest: what a row that a step trains on has at most, with its completion.
-    micro_batches: of a data-parallel rank, fewest and most over the steps.
-    filled: tokens of a step over micro-batches x batch.max_tokens, mean.
-    imbalance: FLOPs of the costliest rank over the mean of all, mean and worst of the steps.
+    over_budget: number of rows of more than batch.max_tokens, which run alone.
+    longest: tokens of the longest row that a step trains on, with its completion.
+    micro_batches: fewest and most over the steps, on each data-parallel rank.
+    filled: tokens of a step over micro-batches x batch.max_tokens, mean of the steps.
+    imbalance: FLOPs of the costliest rank over the mean of all ranks, mean and worst of the steps.
     """
 
     rows: int
@@ -45,9 +45,9 @@ class DataPlan:
 
 
 def plan_data(config: Config, arch: Architecture, layout: Layout) -> DataPlan:
-    """Of data.train. In reinforcement learning every completion is as long as rollout.max_new_tokens lets it be.
+    """Plan data.train. In reinforcement learning every completion has rollout.max_new_tokens tokens.
 
-    Raises UserError for every mistake in files, rows or tokenizer. Tokenized rows are cached, for the run as well.
+    Raises UserError for a mistake in files, rows or tokenizer. Tokenized rows are cached, for the run as well.
     """
     if isinstance(config, RLConfig):
         prompts = setup.load_data(config, arch).train
@@ -76,7 +76,7 @@ def plan_data(config: Config, arch: Architecture, layout: Layout) -> DataPlan:
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Rows by length: up to 16 tokens, 32, 64 and so on; classes before the first row are left out."""
+    """Count rows by length: up to 16 tokens, 32, 64 and so on; leading classes without rows are left out."""
     top = max(4, int(np.ceil(np.log2(lengths.max()))))
     edges = [0, *(2**power for power in range(4, top + 1))]
     counts = [int(((lengths > low) & (lengths <= high)).sum()) for low, high in pairwise(edges)]

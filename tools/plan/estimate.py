@@ -1,4 +1,4 @@
-"""Seconds of a step from what a dry run counted: a roofline, called an estimate."""
+"""Estimate the seconds of a step from the counts of a dry run, by a roofline."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ GATHER_OF_WEIGHTS = "allgather_into_tensor_coalesced_"
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a phase on one rank. gradients, weights: their exchange over data-parallel ranks."""
+    """Seconds of a phase on one rank. gradients, weights: their exchange over data-parallel ranks."""
 
     matrices: float
     attention: float
@@ -41,13 +41,13 @@ class Seconds:
 
     @property
     def compute(self) -> float:
-        """Of device or host, whichever is later."""
+        """Return the time of the device or of the host, whichever is longer."""
         return max(self.matrices + self.attention + self.memory, self.launches)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a step. mfu: of the FLOPs that the model needs, without recomputation (PaLM, appendix B)."""
+    """Estimate of a step. mfu: utilization by the FLOPs of the model, without recomputation (PaLM, appendix B)."""
 
     micro_batches: int
     seconds: float
@@ -72,7 +72,7 @@ def seconds_of(phase: PhaseReport, gpu: Gpu) -> Seconds:
 
 
 def transfer(exchange: Exchange, gpu: Gpu) -> float:
-    """Seconds of ring algorithms: what a rank sends is (n - 1) / n of the whole, twice for an all-reduce."""
+    """Return the seconds of a ring algorithm: a rank sends (n - 1) / n of the whole, twice that for an all-reduce."""
     if exchange.ranks == 1:
         return 0.0
     share = (exchange.ranks - 1) / exchange.ranks
@@ -85,24 +85,24 @@ def transfer(exchange: Exchange, gpu: Gpu) -> float:
 
 
 def sequences(config: Config) -> int:
-    """Of an optimizer step; in reinforcement learning completions of a part of the batch."""
+    """Return the number of sequences in an optimizer step; in reinforcement learning, completions of a minibatch."""
     if isinstance(config, RLConfig):
         return config.batch.global_size * config.rollout.num_generations // config.algorithm.minibatches
     return config.batch.global_size
 
 
 def micro_batches(config: Config, layout: Layout) -> int:
-    """Of a data-parallel rank in a step whose rows all have data.max_length tokens."""
+    """Return the micro-batches of a data-parallel rank in a step whose rows all have data.max_length tokens."""
     rows = max(1, config.batch.max_tokens // config.data.max_length)
     count = math.ceil(math.ceil(sequences(config) / layout.dp) / rows)
     return math.ceil(count / layout.pp) * layout.pp if layout.vpp > 1 else count
 
 
 def host_seconds(config: Config, arch: Architecture, layout: Layout) -> float:
-    """Of the optimizer's part that is kept and stepped in CPU memory, by the rank that has most of it.
+    """Return the seconds in which the CPU steps the optimizer's offloaded part, on the rank with the largest part.
 
-    Adam streams 28 bytes a parameter (gradient, weight and two moments there, the last three back) for all GPUs of a
-    node; the gradient's 4 bytes go down a GPU's link before, the weight's 2 up after.
+    Adam streams 28 bytes a parameter (reads gradient, weight and two moments, writes the last three) for all GPUs of a
+    node; before that the gradient's 4 bytes go to the host over a GPU's link, after it the weight's 2 go back.
     """
     share = config.memory.offload_optimizer
     if share == 0:
@@ -114,10 +114,10 @@ def host_seconds(config: Config, arch: Architecture, layout: Layout) -> float:
 
 
 def estimate(config: Config, arch: Architecture, layout: Layout, stages: Sequence[RankReport], gpu: Gpu) -> Estimate:
-    """Of an optimizer step whose rows all have data.max_length tokens.
+    """Estimate an optimizer step whose rows all have data.max_length tokens.
 
-    stages: a rank of every pipeline stage. The slowest sets the pace; a pipeline of vpp chunks a rank idles for
-    (pp - 1) / vpp micro-batches (arXiv:2104.04473).
+    stages: report of a rank of every pipeline stage. The slowest sets the pace; a pipeline of vpp chunks a rank idles
+    for (pp - 1) / vpp micro-batches (arXiv:2104.04473).
     """
     count = micro_batches(config, layout)
     slowest, exposed, ends = 0.0, 0.0, 0.0

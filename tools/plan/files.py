@@ -1,13 +1,12 @@
-"""What a run writes and reads: its checkpoint, and its export. Of them a dry run takes the way of the tensors between
-device and files, which is the product's own code.
+"""Save, load and export in a dry run: tensors pass between device and files through the product's own code.
 
-Three things need what one rank without values does not have, and are stood in for: what stands in the files is made up
-(`made_up`), the ranks do not divide the work among each other (this one writes, and later finds, all that it holds),
-and nobody checks that the shards of all ranks make up whole tensors. Only rank 0 can go this way: on the others there
-is no folder, which rank 0 makes, and no manifest, which it writes.
+Three things are replaced, as they need values or other ranks: the contents of the files are made up (`made_up`), the
+ranks do not divide the work among each other (this rank writes, and later finds, all that it holds), and no check is
+made that the shards of all ranks make up whole tensors. Only rank 0 can do this: it makes the folder and writes the
+manifest, without which the other ranks can neither save nor load.
 """
 
-# A stand-in puts another thing where the type says what stood there.
+# A stand-in need not have the type of the attribute that it replaces.
 # pyright: reportAttributeAccessIssue=false
 
 import functools
@@ -29,7 +28,7 @@ from isoloss.tools.plan.recorder import Recorder, made_up
 
 
 def save_load_export(engine: Engine, folder: Path, recorder: Recorder) -> None:
-    """Three phases, whose files go into `folder`. On rank 0."""
+    """Go through three phases, whose files go into `folder`. On rank 0 only."""
     with recorder.phase("checkpoint save"):
         engine.save(folder / "checkpoint")
     with recorder.phase("checkpoint load"):
@@ -39,7 +38,7 @@ def save_load_export(engine: Engine, folder: Path, recorder: Recorder) -> None:
 
 
 def stand_in() -> None:
-    """From now on files hold made-up values, and are this rank's alone."""
+    """Make files hold made-up values and only this rank's tensors, from now on."""
     torch.save = _with_values(torch.save)
     hf_checkpoint.save_file = _with_values(hf_checkpoint.save_file)
     checkpoint.gather_objects = lambda mine, group=None: [mine]
@@ -63,6 +62,6 @@ def _made_up_tensor(tensor: Tensor) -> Tensor:
 
 
 def _alone(self: _DistWrapper, init: Callable[..., None], group: Any, use_dist: bool, coordinator_rank: int) -> None:
-    """A plan of what is written or read, made without the other ranks."""
+    """Initialize the wrapper without distribution, so that this rank alone plans what is written or read."""
     del use_dist
     init(self, group, False, coordinator_rank)

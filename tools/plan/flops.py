@@ -1,4 +1,4 @@
-"""Multiplications and additions of an op, by torch's registry, and of those that it lacks or counts otherwise."""
+"""Count multiplications and additions of an op by torch's registry, or here where it lacks or miscounts the op."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ VARLEN_PRODUCTS = {aten._flash_attention_forward: 2, aten._flash_attention_backw
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping, out: Any) -> int | None:
-    """None: the op is no product. out: what it gave."""
+    """Return the FLOPs of an op; None if it is no product. out: result of the op."""
     packet = func._overloadpacket
     if packet is aten._grouped_mm:
         return _grouped(*args[:2])
@@ -20,7 +20,7 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping, out: Any) -> int |
         return VARLEN_PRODUCTS[packet] * _of_segments(func, args, kwargs)
     if packet not in flop_registry:
         return None
-    # It takes a type among the arguments of a product that adds for the shape of the output.
+    # The registry takes a dtype among the arguments of a product that adds for the shape of the output.
     shapes = [a for a in args if not isinstance(a, torch.dtype)]
     flops = flop_registry[packet](*shapes, **kwargs, out_val=out)
     # The registry counts attention square; causal attention is half of it.
@@ -28,13 +28,13 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping, out: Any) -> int |
 
 
 def _grouped(rows: torch.Tensor, matrices: torch.Tensor) -> int:
-    """Rows by the matrix of their group, or groups of rows by each other: every row is in one group."""
+    """Count rows times the matrix of their group, or groups of rows times each other: every row is in one group."""
     return 2 * rows.shape[0] * rows.shape[1] * matrices.shape[-1]
 
 
 def _of_segments(func: Any, args: Sequence[Any], kwargs: Mapping) -> int:
-    """One product of attention over segments. Where they begin is known to the device alone: all count as of one
-    length."""
+    """Count one product of attention over segments. Only the device knows where they begin, so all count as equally
+    long."""
     query, key, starts, longest, left = (
         _argument(func, args, kwargs, name) for name in ("query", "key", "cum_seq_q", "max_k", "window_size_left")
     )

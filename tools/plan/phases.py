@@ -1,5 +1,5 @@
-"""What a run does to its models, phase by phase: a step of supervised fine-tuning; in reinforcement learning the
-log-probabilities of a batch, the steps of policy and critic, and the weights on their way to the servers."""
+"""Go through the phases of a run: a step of supervised fine-tuning; in reinforcement learning the log-probabilities
+of a batch, the steps of policy and critic, and the weight stream to the servers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,22 +19,22 @@ from isoloss.models.mcore.weight_stream import Receives
 from isoloss.parallel import Layout
 from isoloss.tools.plan.recorder import Recorder
 
-STEPS = 2  # the second has what the first leaves behind
+STEPS = 2  # the second begins with the memory that the first leaves allocated
 GENERATION = "generation"  # by servers on the same device, while the trainer waits
-HALF = " of half the rows"  # of the name of a phase
-# Of every sample in reinforcement learning. A policy that takes one step a batch asks for no old log-probabilities.
+HALF = " of half the rows"  # suffix of the name of a phase
+# Fields of every sample in reinforcement learning. A policy with one step a batch needs no old log-probabilities.
 FIELDS = ("advantages", "rollout_logprobs", "ref_logprobs", "train_logprobs", "old_values", "returns")
 
 
 def take(engine: Engine, config: Config, rows: Sequence[Sample], recorder: Recorder, halves: bool = False) -> int:
-    """Go through the phases. Returns the micro-batches of a step on this rank.
+    """Go through the phases. Return the number of micro-batches of a step on this rank.
 
-    halves: also forward and backward of half the rows, by which what a micro-batch does can be told from what a step
-    does once.
+    halves: whether to run forward and backward of half the rows too; the difference separates the work of a
+    micro-batch from the work that a step does once.
     """
     if not isinstance(config, RLConfig):
         return _train(engine, rows, cross_entropy(config.loss), recorder, halves=halves)
-    with unset_fake_temporarily():  # the host's
+    with unset_fake_temporarily():  # tensors of the host
         samples = [replace(row, fields={name: torch.zeros(len(row)) for name in FIELDS}) for row in rows]
     temperature, algorithm = config.rollout.temperature, config.algorithm
     reference = critic = None
@@ -81,7 +81,7 @@ def _train(
     steps: int = STEPS,
     halves: bool = False,
 ) -> int:
-    """Steps of optimization. Returns the micro-batches of the last."""
+    """Take optimizer steps. Return the number of micro-batches of the last one."""
     whole, half = ("", samples), (HALF, samples[: len(samples) // 2])
     for suffix, part in [half] * steps + [whole] if halves else [whole] * steps:
         with engine.overlap.reduce_during_backward():  # as in `train_step`
@@ -93,7 +93,7 @@ def _train(
 
 
 def _stream(engine: Engine, config: RLConfig) -> None:
-    """Every bucket as it is sent: as one tensor of bytes."""
+    """Make every bucket as it is sent: one tensor of bytes."""
     receives: dict[str, Receives] = {"tensor": "every rank", "broadcast": "owner", "disk": "rank 0"}
     for bucket in engine.weight_stream(config.rollout.bucket_mb << 20, receives[config.rollout.weight_sync]):
         if bucket:
@@ -101,8 +101,8 @@ def _stream(engine: Engine, config: RLConfig) -> None:
 
 
 def full_rows(tokens: int, layout: Layout, documents: int = 1) -> Sequence[Sample]:
-    """Twice as many rows for every data-parallel rank as its pipeline has stages, each of so many documents of equal
-    length, all of their tokens targets."""
+    """Return twice as many rows for every data-parallel rank as its pipeline has stages, each of `documents` documents
+    of equal length in which every token but the first is a target."""
     length = tokens // documents
     mask_T = torch.ones(length, dtype=torch.bool)
     mask_T[0] = False

@@ -1,4 +1,4 @@
-"""A plan as a picture: memory of every stage by kind, peaks of the phases, and which rank stands where."""
+"""Draw a plan: memory of every stage by kind, peaks of the phases, and the place of every rank."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from isoloss.tools.plan.report import RankReport
 
 
 def draw(stages: Sequence[RankReport], layout: Layout, most: float, file: Path) -> None:
-    """most: bytes that tensors may take. Raises OSError where the file cannot be written."""
+    """Draw a plan into `file`. most: bytes that tensors may take. Raises OSError if the file cannot be written."""
     from matplotlib.figure import Figure  # its import takes a second
 
     figure = Figure(figsize=(12, 8), layout="constrained")
@@ -51,13 +51,13 @@ def _limit(panel, most: float) -> None:
 
 
 def place(rank: int, layout: Layout) -> tuple[int, int]:
-    """(pipeline rank, data-parallel rank) of a rank: Megatron's order is tp, context, dp, pp, from the innermost."""
+    """Return a rank's (pipeline rank, data-parallel rank): Megatron's order is tp, context, dp, pp, innermost first."""
     stage, of_stage = divmod(rank, layout.world_size // layout.pp)
     return stage, of_stage // (layout.tp * layout.context)
 
 
 def _ranks(panel, layout: Layout) -> None:
-    """Nodes are rows. A cell tells the rank, its pipeline rank by colour, and its data-parallel rank."""
+    """Draw a row for each node, and in a cell the rank, its pipeline rank by colour, and its data-parallel rank."""
     nodes = -(-layout.world_size // GPUS_PER_NODE)
     grid = [[float("nan")] * min(GPUS_PER_NODE, layout.world_size) for _ in range(nodes)]
     for rank in range(layout.world_size):

@@ -1,4 +1,4 @@
-"""What `isoloss.tools.plan` prints and writes."""
+"""Print and write the results of `isoloss.tools.plan`."""
 
 import argparse
 import json
@@ -28,11 +28,11 @@ from isoloss.tools.plan.tables import (
     stage_table,
 )
 
-BEST = 5  # layouts that are told
+BEST = 5  # layouts that are printed
 
 
 def plan(config: Config, arguments: argparse.Namespace) -> int:
-    """Of the configured layout. Returns the exit status."""
+    """Plan the configured layout. Return the exit status."""
     arch, gpu = read_architecture(hf_folder(config.model.path)), GPUS[arguments.gpu]
     layout = config.parallel.layout().with_world(arguments.gpus)
     data = plan_data(config, arch, layout) if config.data.train else None
@@ -61,7 +61,7 @@ def plan(config: Config, arguments: argparse.Namespace) -> int:
 
 
 def search(config: Config, arguments: argparse.Namespace) -> int:
-    """Of the best layouts. Returns the exit status."""
+    """Find the best layouts. Return the exit status."""
     arch = read_architecture(hf_folder(config.model.path))
     found = best_layouts(config, arch, arguments.gpus, GPUS[arguments.gpu])
     if not found:

@@ -1,4 +1,4 @@
-"""A candidate of a search as a preset."""
+"""Write a candidate of a search as a preset."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -13,11 +13,11 @@ from isoloss.parallel import UserError
 from isoloss.recipes.launch import CONF
 from isoloss.tools.plan.search import Candidate
 
-OF_THE_RUN = ("model", "output_dir")  # and the files of data: they are no matter of a preset
+OF_THE_RUN = ("model", "output_dir")  # and the data files: a preset does not set them
 
 
 def write_preset(recipe: str, name: str, candidate: Candidate) -> Path:
-    """Every key whose value is not the default. Raises UserError where there is such a preset."""
+    """Write every key whose value is not the default. Raises UserError if a preset of this name exists."""
     file = CONF / recipe / "preset" / f"{name}.yaml"
     if file.exists():
         raise UserError(f"--write {name}: {file} exists; choose another name, or delete it")

@@ -1,9 +1,9 @@
-"""A dry run of one rank, in a process of its own: build the Engine, go through the phases of a run, and tell what
-its device did.
+"""Make a dry run of one rank, in a process of its own: build the Engine, go through the phases of a run, and report
+what its device did.
 
     python -m isoloss.tools.plan.rank RECIPE WORLD_SIZE RANK FILE [key=value ...]
 
-FILE: of the report, JSON.
+FILE: the report, JSON.
 """
 
 import argparse
@@ -21,10 +21,10 @@ from isoloss.engine.config.schema import Config
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.model_source import resolve
 from isoloss.models.architecture import Architecture
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.mcore import patches, weight_stream
 from isoloss.models.mcore.moe import dispatch
 from isoloss.models.mcore.weight_stream import Label
-from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import RECIPES, compose_config
 from isoloss.tools.plan import world
@@ -34,7 +34,7 @@ from isoloss.tools.plan.recorder import Phase, Recorder
 from isoloss.tools.plan.report import PhaseReport, RankReport
 from isoloss.tools.plan.world import Device, Kernels, join, wait, without_values
 
-# What has left the device before a phase, beside servers.
+# Kinds of memory that are offloaded before a phase where servers share the device.
 AWAY = {"weight sync": ("gradients", "optimizer"), GENERATION: ("weights", "gradients", "optimizer")}
 
 
@@ -57,19 +57,19 @@ def dry_run(
     files: Path | None = None,
     documents: int = 1,
 ) -> RankReport:
-    """The last of the phases of each name: rows are full (batch.max_tokens), and all tokens are targets.
+    """Return a report of the last phase of each name: rows are full (batch.max_tokens), and all tokens are targets.
 
-    documents: of a row. halves: see `take`.
-    files: a folder, for a checkpoint and an export of rank 0 (`save_load_export`); None: neither.
-    The optimizer takes its step on the device, as a copy to the host needs values; what memory.offload_optimizer keeps
-    there is taken off after.
+    documents: their number in a row. halves: see `take`.
+    files: folder for a checkpoint and an export of rank 0 (`save_load_export`); None: neither is written.
+    The optimizer takes its step on the device, as a copy to the host needs values; the bytes that
+    memory.offload_optimizer keeps on the host are subtracted afterwards.
     """
     recorder = join(rank, world_size, gpus_per_node, kernels, device)
     share = config.memory.offload_optimizer
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, from_scratch=True),
-        # What does not fit is planned, too; and rows that share nothing, as their tokens have no values.
+        # A run that does not fit is planned, too. Rows share no prefixes, as their tokens have no values.
         memory=dataclasses.replace(config.memory, check=False, offload_optimizer=0.0),
         batch=dataclasses.replace(config.batch, share_prefixes=False),
     )
@@ -98,7 +98,7 @@ def dry_run(
 
 
 def reported(phase: Phase, resident: Mapping[str, int], on_host: int, *, leaves: bool) -> PhaseReport:
-    """on_host: bytes of the optimizer that are never on the device. leaves: as the trainer does beside servers."""
+    """Report a phase. on_host: optimizer bytes that stay on the host. leaves: whether servers share the device."""
     left = AWAY.get(phase.name, ()) if leaves else ()
     if "optimizer" in left:
         return PhaseReport.of(phase, {kind: nbytes for kind, nbytes in resident.items() if kind not in left})
@@ -106,7 +106,7 @@ def reported(phase: Phase, resident: Mapping[str, int], on_host: int, *, leaves:
 
 
 def resident_bytes(engine: Engine, built: int) -> dict[str, int]:
-    """What stays on the device from step to step. built: bytes that are live after building."""
+    """Return the bytes that stay on the device from step to step, by kind. built: bytes live after building."""
     parameters = [parameter for chunk in engine.chunks for parameter in chunk.parameters()]
     weights = storage_bytes(parameters)
     gradients = storage_bytes([parameter.main_grad for parameter in parameters])  # pyright: ignore[reportAttributeAccessIssue]
@@ -114,12 +114,12 @@ def resident_bytes(engine: Engine, built: int) -> dict[str, int]:
 
 
 def storage_bytes(tensors: Sequence[Tensor]) -> int:
-    """Of the memory behind them, each once."""
+    """Return the bytes of the tensors' storages, each storage once."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def answer_exchanges(arch: Architecture, layout: Layout, recorder: Recorder) -> None:
-    """Tell the ranks that share experts, and those that stream weights, what they would ask each other."""
+    """Make up the answers of other ranks: sizes of messages between experts, and labels of the weight stream."""
     if arch.experts is not None:
         patches.answer_split_sizes(arch.experts.top_k, wait)
         dispatch.to_host = even_counts
@@ -128,7 +128,7 @@ def answer_exchanges(arch: Architecture, layout: Layout, recorder: Recorder) -> 
 
 
 def even_counts(counts: Tensor, rows: int) -> np.ndarray:
-    """Every rank sends as many rows as this one, and each expert gets the same number of them."""
+    """Return counts as if every rank sent as many rows as this one, and each expert got the same number of them."""
     wait("split sizes")
     even = np.full(counts.shape, rows // counts[0, 0].numel())
     even[..., -1, -1] += rows - even[0, 0].sum()
@@ -136,8 +136,8 @@ def even_counts(counts: Tensor, rows: int) -> np.ndarray:
 
 
 def labels_of_all(mine: Sequence[Label] | None, *, layout: Layout) -> list[Sequence[Label] | None]:
-    """What every rank has to send in a round of the weight stream: the first of a stage as much as this rank, and those
-    that share its experts as many experts. The others have nothing."""
+    """Return the labels that every rank sends in a round of the weight stream: the first rank of a stage those of this
+    rank, the ranks that share its experts those of the experts, and all other ranks none."""
     of_all: list[Sequence[Label] | None] = [None if mine is None else () for _ in range(layout.world_size)]
     if mine is None:
         return of_all

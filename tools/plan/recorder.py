@@ -1,4 +1,4 @@
-"""What a device would do, op by op: memory, collectives, arithmetic, launches, and waits of the host."""
+"""Record the work of a device op by op: memory, collectives, arithmetic, launches, and waits of the host."""
 
 import contextlib
 import weakref
@@ -21,24 +21,24 @@ from isoloss.tools.plan.flops import flops_of
 from isoloss.tools.plan.sites import site
 
 aten = torch.ops.aten
-ALLOCATION = 512  # bytes: PyTorch's caching allocator rounds up to it
-# Ops of torch that launch nothing: they make room, or say the same in another way.
+ALLOCATION = 512  # bytes: PyTorch's caching allocator rounds up to a multiple of it
+# Ops of torch that launch nothing: they allocate, or return a view.
 NO_LAUNCH = {"aten.detach", "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.alias",
              "aten._unsafe_view", "aten.new_empty_strided", "aten.lift_fresh", "aten.set_"}  # fmt: skip
-# Where a made-up number would end the run: by the file that asks. Here, whether a rank failed to write.
+# Answers where a made-up number would end the run, by the file that asks. This one: whether a rank failed to write.
 ANSWERS = {"megatron/core/dist_checkpointing/strategies/state_dict_saver.py": False}
-LARGEST_HOST_COPY = 1 << 20  # bytes that a copy to the host really takes there
+LARGEST_HOST_COPY = 1 << 20  # bytes of the largest copy to the host that is really allocated there
 GROUPS = ("expert_dp", "etp", "ep", "stage", "dp_context", "dp", "context", "ring", "ulysses", "pp", "tp")
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of exchange of a phase.
+    """A kind of exchange in a phase.
 
     op: c10d's name.
-    group: the axis of the mesh.
-    nodes: that its ranks stand on.
-    site: file:line that asks.
+    group: axis of the mesh.
+    nodes: number of nodes on which its ranks are.
+    site: file:line of the caller.
     """
 
     op: str
@@ -51,12 +51,12 @@ class Collective:
 
 @dataclass
 class Phase:
-    """What happened between two moments. Bytes are of the device, FLOPs count multiplications and additions.
+    """Record of a part of the run. Bytes are device memory, FLOPs count multiplications and additions.
 
-    before, peak, after: live bytes. at_peak: of them by (phase, site) that allocated them. peak_site: file:line.
-    flops, launches, traffic (bytes read and written by ops without FLOPs): by name of the op.
-    launch_sites: the launches, by site.
-    waits: of the host for the device, and copies between them, by (kind, site).
+    before, peak, after: live bytes. at_peak: live bytes at the peak by (phase, site) of the allocation.
+    peak_site: file:line of the allocation at the peak. launch_sites: number of launches, by site.
+    flops, launches, traffic: numbers by name of the op; traffic is bytes that ops without FLOPs read and write.
+    waits: number of times that the host waits for the device or a copy between them, by (kind, site).
     """
 
     name: str
@@ -75,27 +75,27 @@ class Phase:
 
 
 class Recorder(TorchDispatchMode):
-    """Counts what happens on one type of device, in phases. The numbers that the host asks of it are made up.
+    """Counts ops on one type of device, in phases. Numbers that the host reads from the device are made up.
 
-    device_type: of tensors that are counted; those of others, the host's, are not.
+    device_type: type of the device whose tensors are counted; tensors of the host are not.
     """
 
     def __init__(self, device_type: str, gpus_per_node: int):
         super().__init__()
         self.phases: list[Phase] = []
-        self.faults: Counter[tuple[str, str]] = Counter()  # what a device would refuse, by file:line
-        self.share_selected = 1.0  # of a mask, by `masked_select`
+        self.faults: Counter[tuple[str, str]] = Counter()  # ops that a device would refuse, by file:line
+        self.share_selected = 1.0  # share of a mask that `masked_select` selects
         self.fake: contextlib.AbstractContextManager = (
             contextlib.nullcontext()
-        )  # in which the device's tensors are made
+        )  # the mode in which tensors of the device are made
         self._within_kernel = False
         self._device_type, self._gpus_per_node = device_type, gpus_per_node
-        self._live: dict[int, tuple[weakref.ref, int, int]] = {}  # storage -> itself, bytes, origin
-        self._origins: dict[tuple[str, str], int] = {}  # (phase, site) that allocated
+        self._live: dict[int, tuple[weakref.ref, int, int]] = {}  # storage -> reference to it, bytes, origin
+        self._origins: dict[tuple[str, str], int] = {}  # (phase, site) of an allocation -> index
         self._changes: list[tuple[int, int]] = []  # (origin, bytes more or fewer), in order
         self._sites_of_changes: list[str] = []
         self._groups: dict[str, str] = {}
-        self._pinned: dict[int, weakref.ref] = {}  # storages of the host that the device reads by itself
+        self._pinned: dict[int, weakref.ref] = {}  # pinned storages of the host
 
     # ---- phases ------------------------------------------------------------------------------------------------------
 
@@ -120,11 +120,11 @@ class Recorder(TorchDispatchMode):
         phase.at_peak = {origin: nbytes for origin, nbytes in at_peak.most_common() if nbytes > 0}
 
     def name_groups(self, mesh: Mesh) -> None:
-        """Let the collectives of a mesh be told by its axes."""
+        """Name the groups of collectives by the axes of a mesh."""
         self._groups = {getattr(mesh, axis).group_name: axis for axis in GROUPS}
 
     def wait(self, kind: str, tensor: Tensor | None = None) -> None:
-        """The host waits for the device, where the tensor is there."""
+        """Count a wait of the host for the device, if the tensor is on the device."""
         if tensor is None or self._counted(tensor):
             self.phases[-1].waits[kind, site()] += 1
 
@@ -153,12 +153,12 @@ class Recorder(TorchDispatchMode):
         self._sites_of_changes.append(where)
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """A live storage gets another size: so Megatron frees what it recomputes."""
+        """Record a new size of a live storage: Megatron frees activations so that it recomputes."""
         if storage._cdata in self._live:
             self._resize(storage._cdata, nbytes, site())
 
     def pin(self, tensor: Tensor) -> None:
-        """A tensor of the host is put into memory from which copies to the device go on alone."""
+        """Record a tensor of pinned host memory, which is copied to the device while the host goes on."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._pinned[key] = weakref.ref(storage, lambda _: self._pinned.pop(key))
@@ -185,14 +185,14 @@ class Recorder(TorchDispatchMode):
         if func is aten.copy_.default and self._counted(args[1]) and not self._has_no_value(args[0]):
             if not self._goes_alone(args, kwargs, args[0]):
                 self.wait("to the host")
-            return args[0]  # with what was there before
+            return args[0]  # its old values stay
         if func is aten.masked_select.default and self._counted(args[0]):
             out = args[0].new_empty(round(args[1].numel() * self.share_selected))
         elif func is aten._to_copy.default and self._asks_for_device(args[0], kwargs):
             with self.fake:
                 out = torch.empty_like(args[0], dtype=kwargs.get("dtype"), device=kwargs["device"])
         elif func is aten.addmm.dtype_out and self._counted(args[0]):
-            out = kwargs["out"]  # torch 2.11 takes its arguments for others where tensors have no values
+            out = kwargs["out"]  # torch 2.11 mistakes the arguments of this op where tensors have no values
         elif func is aten.nonzero.default and self._counted(args[0]):
             out = args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
         else:
@@ -207,7 +207,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def one_kernel(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """What a compiler makes one kernel of: it reads what goes in, writes what comes out, and keeps nothing else."""
+        """Count a function as one kernel, as a compiler makes it: it reads the inputs and writes the outputs only."""
         self._within_kernel = True
         out = function(*args)
         self._within_kernel = False
@@ -220,8 +220,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Made up; a large one has no values either, and is not counted. It stays where it was, so nobody sees when
-        it meets tensors of the device: the models of a lint are small."""
+        """Return a made-up copy; a large one has no values either, and is not counted. It stays on the device, so an
+        op that mixes it with tensors of the device is not noticed: the models of a lint are small."""
         if tensor.nbytes <= LARGEST_HOST_COPY:
             return torch.full(tensor.shape, made_up(dtype), dtype=dtype)
         copy = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
@@ -236,7 +236,7 @@ class Recorder(TorchDispatchMode):
         return device is not None and torch.device(device).type == self._device_type and not self._has_no_value(tensor)
 
     def _goes_alone(self, args: Sequence[Any], kwargs: Mapping, host: Tensor) -> bool:
-        """Whether a copy between host and device needs nobody who waits for it."""
+        """Return whether a copy between host and device goes on without a wait of the host."""
         asked = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
         return bool(asked) and host.untyped_storage()._cdata in self._pinned
 
@@ -276,14 +276,14 @@ class Recorder(TorchDispatchMode):
     def _collective(self, func: Any, args: Sequence[Any], kwargs: Mapping) -> Any:
         op = str(func._overloadpacket).removeprefix("c10d.")
         tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
-        if op == "barrier":  # torch makes its tensor, on the host where it does not know the backend
+        if op == "barrier":  # torch makes the tensor of a barrier, on the host where it does not know the backend
             return func(*args, **kwargs)
         for tensor in tensors:
             if not self._counted(tensor):
                 self.faults[f"{op} of a tensor of the host", site()] += 1
             elif not tensor.is_contiguous():
                 self.faults[f"{op} of a tensor with gaps", site()] += 1
-        args = tree_map_only(Tensor, self._of_device, args)  # what is refused is told, and then goes on
+        args = tree_map_only(Tensor, self._of_device, args)  # a refused op is counted above, and goes on
         group = next((_unboxed(a) for a in args if isinstance(a, torch.ScriptObject)), None)
         if group is not None and tensors and self._counted(tensors[0]):
             key = Collective(
@@ -292,9 +292,9 @@ class Recorder(TorchDispatchMode):
                 str(tensors[0].dtype).removeprefix("torch."), site(),
             )  # fmt: skip
             self.phases[-1].calls[key] += 1
-            # What all ranks of the group have together, where inputs and outputs differ.
+            # Where inputs and outputs differ in size, the larger one: all ranks of the group together.
             self.phases[-1].sent[key] += max(map(_nbytes, args))
-        if "coalesced" in op:  # without a kernel for tensors without values
+        if "coalesced" in op:  # torch has no kernel of these for tensors without values
             return FakeWork().boxed()
         return func(*args, **kwargs)
 
@@ -314,7 +314,7 @@ def _unboxed(argument: torch.ScriptObject) -> dist.ProcessGroup | None:
 
 
 def _is_own_copy(func: Any, args: Sequence[Any]) -> bool:
-    """`x[i] += y` ends in a copy of the result onto itself, which torch leaves out."""
+    """Return whether a copy is that of `x[i] += y` onto itself, which torch leaves out."""
     if func is not aten.copy_.default:
         return False
     to, source = args[:2]
@@ -326,5 +326,5 @@ def _is_own_copy(func: Any, args: Sequence[Any]) -> bool:
 
 
 def made_up(dtype: torch.dtype) -> float | int | bool:
-    """A number that the host asks of a tensor without values."""
+    """Return a number for the host to read from a tensor without values."""
     return 2.0 if dtype.is_floating_point else True if dtype == torch.bool else 2

@@ -1,4 +1,4 @@
-"""What a dry run tells of a rank: plain numbers, which travel between processes as JSON."""
+"""Report of a dry run of a rank: plain numbers, which travel between processes as JSON."""
 
 import json
 from collections import Counter
@@ -7,21 +7,22 @@ from dataclasses import asdict, dataclass, replace
 
 from isoloss.tools.plan.recorder import Phase
 
-# Of what is live at a peak: files whose allocations are of a kind. All others' are activations.
+# Kinds of memory that is live at a peak, by the files that allocate it. All other files allocate activations.
 KINDS = {
-    "loss head": ("isoloss/parallel/vocab.py", "isoloss/models/model.py", "isoloss/models/mcore/layers/value_head.py"),
+    "loss head": ("isoloss/parallel/loss_head.py", "isoloss/models/model.py",
+                  "isoloss/models/mcore/layers/value_head.py"),
     "exchange": ("isoloss/parallel/collectives.py", "isoloss/parallel/ring.py",
                  "megatron/core/tensor_parallel/mappings.py", "megatron/core/pipeline_parallel/p2p_communication.py",
                  "megatron/core/utils.py"),
 }  # fmt: skip
-# Phases that say themselves what they allocate.
+# Phases whose allocations are all of one kind.
 KEPT = {"build reference": "reference", "build critic": "critic", "weight sync": "weight sync"}
 TOLD_SITES = 20
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Collectives of one kind. calls, nbytes: of the phase; of inputs or outputs, whichever are more."""
+    """Collectives of one kind in a phase. nbytes: size of the inputs or of the outputs, whichever is larger."""
 
     op: str
     group: str
@@ -38,10 +39,10 @@ class PhaseReport:
     """A phase of a step on one rank. Bytes, FLOPs and counts are of the whole phase.
 
     peak: largest number of live bytes; peak_site: file:line that allocates the last of them.
-    peak_kinds: what they are. peak_sites: the largest of them by file:line.
-    flops, launches, traffic: by op; traffic are bytes that ops without FLOPs read and write.
+    peak_kinds: live bytes at the peak by kind. peak_sites: the largest of them by file:line.
+    flops, launches, traffic: numbers by op; traffic is bytes that ops without FLOPs read and write.
     launch_sites: the launches by file:line.
-    waits: (kind, file:line, how often) that the host waits for the device.
+    waits: (kind, file:line, count) of the times that the host waits for the device.
     """
 
     name: str
@@ -59,7 +60,7 @@ class PhaseReport:
 
     @classmethod
     def of(cls, phase: Phase, resident: Mapping[str, int]) -> "PhaseReport":
-        """resident: bytes that stay from the first phase on, by kind."""
+        """Report a phase. resident: bytes that stay from the first phase on, by kind."""
         kinds, sites = Counter(resident), Counter()
         for (allocated_in, site), nbytes in phase.at_peak.items():
             if allocated_in != "build":
@@ -73,15 +74,14 @@ class PhaseReport:
         )  # fmt: skip
 
     def less(self, nbytes: int) -> "PhaseReport":
-        """Where so many bytes are never on the device."""
+        """Return the report for the case that `nbytes` of these bytes are never on the device."""
         return replace(self, peak=self.peak - nbytes, after=self.after - nbytes)
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """parameters: of this rank. micro_batches: of a step; tokens: of one of them, over all ranks that share it.
-
-    faults: (what, file:line, how often) that a device would refuse.
+    """parameters: their number on this rank. micro_batches: their number in a step. tokens: their number in a
+    micro-batch, over all ranks that share it. faults: (op, file:line, count) of ops that a device would refuse.
     """
 
     rank: int

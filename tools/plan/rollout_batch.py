@@ -1,6 +1,6 @@
-"""Seconds of a generated batch of reinforcement learning: generate, log-probabilities, train, weights to the servers.
+"""Estimate the seconds of a batch of reinforcement learning: generation, log-probabilities, training, weight sync.
 
-An estimate, if every completion is as long as rollout.max_new_tokens lets it be.
+Every completion is taken to have rollout.max_new_tokens tokens.
 """
 
 import math
@@ -16,15 +16,15 @@ from isoloss.tools.plan.estimate import Estimate, micro_batches, seconds_of
 from isoloss.tools.plan.hardware import MATRIX_SHARE, MEMORY_SHARE, NETWORK_SHARE, Gpu
 from isoloss.tools.plan.report import RankReport
 
-BYTES = 2  # of a weight and of a cached number: servers run in bf16
-CACHE_SHARE = 0.85  # of a server's memory, for weights and cache
-WEIGHT_SHARE = 0.4  # of a GPU, which weights may take before a server is assumed to use more GPUs
+BYTES = 2  # size of a weight and of a cached number: servers run in bf16
+CACHE_SHARE = 0.85  # share of a server's memory for weights and cache
+WEIGHT_SHARE = 0.4  # share of a GPU that weights may take before a server is assumed to use more GPUs
 PASSES = ("log-probabilities", "reference", "values")
 
 
 @dataclass(frozen=True)
 class BatchEstimate:
-    """Seconds of a batch. servers: how many, of server_gpus each. running: completions of a server at a time."""
+    """Seconds of a batch. servers: their number, with server_gpus each. running: completions of a server at a time."""
 
     servers: int
     server_gpus: int
@@ -48,8 +48,8 @@ def estimate_batch(
     gpu: Gpu,
     server_gpus: int | None = None,
 ) -> BatchEstimate:
-    """stages: a rank of every pipeline stage. step: the estimate of an optimizer step. server_gpus: of one server;
-    None: the fewest of which the weights take less than WEIGHT_SHARE.
+    """Estimate a batch. stages: report of a rank of every pipeline stage. step: estimate of an optimizer step.
+    server_gpus: GPUs of one server; None: the fewest of which the weights take less than WEIGHT_SHARE.
 
     Servers decode by reading weights and cache once for each token of all that run (arXiv:2211.05102); those that share
     the trainer's GPUs (rollout.colocated) generate while it waits, and all wait for the slowest completion.
@@ -66,28 +66,25 @@ def estimate_batch(
     generate = waves * rollout.max_new_tokens * _token_seconds(config, arch, weights, running, server_gpus, gpu)
     of_batch = micro_batches(config, layout) * config.algorithm.minibatches
     logprobs = of_batch * sum(_slowest(stages, name, gpu, each_micro_batch=True) for name in PASSES)
-    sent = 0.0 if rollout.colocated else weights / (NETWORK_SHARE * gpu.infiniband)  # by rank 0
+    sent = 0.0 if rollout.colocated else weights / (NETWORK_SHARE * gpu.infiniband)  # rank 0 sends all
     sync = sent + _slowest(stages, "weight sync", gpu)
     train = config.steps_per_batch * step.seconds
     return BatchEstimate(servers, server_gpus, running, generate, logprobs, train, sync)
 
 
 def cache_bytes(arch: Architecture) -> float:
-    """Of a token of a completion, in all layers."""
-    if arch.latent is not None:
-        return BYTES * arch.num_layers * (arch.latent.kv_rank + arch.latent.rope_dim)
-    layers = range(arch.num_layers)
-    return BYTES * sum(arch.kv_heads(n) * (arch.key_dim(n) + arch.value_dim(n)) for n in layers)
+    """Return the bytes of the cache for a token of a completion, in all layers."""
+    return BYTES * sum(layer.attention.cached for layer in arch.layers)
 
 
 def _token_seconds(
     config: RLConfig, arch: Architecture, weights: float, running: int, server_gpus: int, gpu: Gpu
 ) -> float:
-    """A token for each of the completions that a server runs: of memory or of arithmetic, whichever takes longer."""
+    """Return the seconds of a token for each running completion: of memory or arithmetic, whichever takes longer."""
     read = weights
-    if arch.experts is not None:  # those that somebody's token chose
+    if arch.experts is not None:  # only experts that a token chose are read
         experts = 3 * arch.hidden_size * arch.experts.intermediate_size * BYTES
-        layers = sum(arch.has_experts(layer) for layer in range(arch.num_layers))
+        layers = sum(arch.sparse)
         asked = arch.experts.count * (1 - (1 - arch.experts.top_k / arch.experts.count) ** running)
         read -= layers * experts * (arch.experts.count - asked)
     middle = config.data.max_length - config.rollout.max_new_tokens / 2
@@ -97,7 +94,7 @@ def _token_seconds(
 
 
 def _slowest(stages: Sequence[RankReport], name: str, gpu: Gpu, *, each_micro_batch: bool = False) -> float:
-    """Seconds of the phases of a name on the slowest stage; 0 where a run has none."""
+    """Return the seconds of the phase `name` on the slowest stage; 0 if the run has no such phase."""
     found = [0.0]
     for report in stages:
         for phase in report.phases:

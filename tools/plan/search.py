@@ -1,7 +1,7 @@
-"""The fastest layouts that fit: every legal one, by the formulas of memory and of time.
+"""Search the fastest layouts that fit among all legal ones, by the formulas of memory and of time.
 
-Both are arithmetic: a candidate costs less than a millisecond. What is chosen should go through a dry run, as
-`isoloss.tools.plan` does with a preset.
+Both are arithmetic: a candidate costs less than a millisecond. The chosen candidate should go through a dry run, as
+`isoloss.tools.plan` makes it with a preset.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,6 +15,7 @@ from isoloss.engine.memory.estimate import kept_by_layers, step_memory
 from isoloss.engine.memory.limits import room
 from isoloss.models.architecture import Architecture
 from isoloss.models.flops import layer_flops, output_flops
+from isoloss.models.kinds.kind import SoftmaxAttention
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.parallel import Layout, UserError
 from isoloss.tools.plan.estimate import host_seconds, micro_batches, sequences
@@ -29,22 +30,22 @@ from isoloss.tools.plan.hardware import (
 )
 
 DEGREES = (1, 2, 4, 8)
-LONG = 16384  # tokens of a sequence from which on it is worth dividing
+LONG = 16384  # tokens from which on a sequence is worth dividing
 ROWS = (1, 2, 4)  # sequences of the largest length in a micro-batch
 OFFLOADED = (0.5, 1.0)  # shares of the optimizer's state in CPU memory
-# Bytes that ops without FLOPs move, for each byte that is kept for the backward, with all kernels: what dry runs count.
+# Bytes that ops without FLOPs move for each byte kept for the backward, with all kernels, as counted by dry runs.
 # A ring merges its steps in fp32; experts copy their matrices side by side, and sort tokens.
 MOVED_PER_KEPT, MOVED_BY_RINGS, MOVED_BY_EXPERTS = 4.2, 8.0, 10.4
 # Share of a forward's matrix products that is computed again.
 AGAIN = {"layernorm": 0.0, "mlp_act": 0.0, "mlp": 0.65, "moe": 0.75, "experts": 0.5, "full": 1.0}
-# Ops that the host launches, forward and backward: of a layer, of its router and experts, and of an exchange with other
-# ranks' experts; and the share of them that computing all of it again adds. What dry runs count.
+# Ops that the host launches, forward and backward: in a layer, in its router and experts, and in an exchange with other
+# ranks' experts; and the share of them that full recomputation adds, as counted by dry runs.
 OPS_OF_LAYER, OPS_OF_EXPERTS, OPS_OF_EXCHANGE, OPS_AGAIN = 43, 55, 10, 0.4
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """peaks: bytes of each pipeline rank. seconds: of a step, an estimate."""
+    """A layout with its estimate. peaks: bytes of each pipeline rank. seconds: estimated time of a step."""
 
     config: Config
     layout: Layout
@@ -55,8 +56,8 @@ class Candidate:
 
 
 def search(config: Config, arch: Architecture, gpus: int, gpu: Gpu) -> list[Candidate]:
-    """The legal ones that fit, fastest first: of each layout and size of a micro-batch the one that computes least
-    again. More of the optimizer is put into CPU memory only where nothing fits without whole layers computed again."""
+    """Return the legal candidates that fit, fastest first: for each layout and size of a micro-batch the one that
+    recomputes least. More of the optimizer is offloaded only where nothing fits without full recomputation."""
     found = list(fitting([config], arch, gpus, gpu))
     if all(candidate.config.memory.recompute == "full" for candidate in found):
         found += fitting(offloaded(config), arch, gpus, gpu)
@@ -64,7 +65,7 @@ def search(config: Config, arch: Architecture, gpus: int, gpu: Gpu) -> list[Cand
 
 
 def fitting(configs: Sequence[Config], arch: Architecture, gpus: int, gpu: Gpu) -> Iterator[Candidate]:
-    """In each layout, with each number of rows in a micro-batch."""
+    """Yield the candidates that fit, of each layout and number of rows in a micro-batch."""
     for config, rows in product(configs, ROWS):
         batch = replace(config.batch, max_tokens=rows * config.data.max_length)
         for layout, parallel in layouts(config, arch, gpus):
@@ -75,13 +76,13 @@ def fitting(configs: Sequence[Config], arch: Architecture, gpus: int, gpu: Gpu) 
 
 
 def offloaded(config: Config) -> list[Config]:
-    """With more of the optimizer in CPU memory."""
+    """Return configurations with more of the optimizer in CPU memory."""
     shares = [share for share in OFFLOADED if share > config.memory.offload_optimizer]
     return [replace(config, memory=replace(config.memory, offload_optimizer=share)) for share in shares]
 
 
 def layouts(config: Config, arch: Architecture, gpus: int) -> Iterator[tuple[Layout, ParallelConfig]]:
-    """Those that the model and the number of GPUs admit. Tensor and expert parallelism stay inside of a node."""
+    """Yield layouts that the model and the number of GPUs admit. Tensor and expert parallelism stay inside a node."""
     context = DEGREES if config.data.max_length >= LONG else (1,)
     experts = DEGREES if arch.experts is not None else (1,)
     for degrees in product(DEGREES, DEGREES, DEGREES, context, context, experts, experts):
@@ -110,7 +111,7 @@ def least_recomputed(config: Config, arch: Architecture, layout: Layout, gpu: Gp
 
 
 def recomputations(memory: MemoryConfig, arch: Architecture, layout: Layout) -> Iterator[MemoryConfig]:
-    """From the one that computes least again."""
+    """Yield settings of recomputation, from the one that recomputes least."""
     inner = "moe" if arch.experts is not None else "mlp"
     keys = {"recompute_modules": (), "recompute_layers": None}
     yield replace(memory, recompute="none", **keys)
@@ -126,7 +127,7 @@ def recomputations(memory: MemoryConfig, arch: Architecture, layout: Layout) -> 
 
 
 def timed(config: Config, arch: Architecture, layout: Layout, peaks: Sequence[float], gpu: Gpu) -> Candidate:
-    """peaks: of its pipeline ranks."""
+    """Return the candidate with its estimated time. peaks: bytes of its pipeline ranks."""
     length, count = config.data.max_length, micro_batches(config, layout)
     split = stage_layers(arch, layout)
     one = _micro_batch(config, arch, layout, max(split), gpu) * layout.vpp
@@ -139,8 +140,8 @@ def timed(config: Config, arch: Architecture, layout: Layout, peaks: Sequence[fl
 
 
 def _micro_batch(config: Config, arch: Architecture, layout: Layout, layers: int, gpu: Gpu) -> float:
-    """Seconds that so many layers take, forward and backward: of the device or the host, whichever is later, and of
-    exchange."""
+    """Return the seconds of `layers` layers, forward and backward: of the device or the host, whichever takes longer,
+    and of exchange."""
     length, rows = config.data.max_length, config.batch.max_tokens // config.data.max_length
     share = layers / arch.num_layers / (layout.tp * layout.context)
     forward = rows * sum(layer_flops(arch, length)) * share
@@ -159,7 +160,7 @@ def _micro_batch(config: Config, arch: Architecture, layout: Layout, layers: int
 
 
 def _launches(arch: Architecture, layout: Layout, layers: int, again: float) -> float:
-    """Ops of so many layers, forward and backward, and of what is computed again."""
+    """Return the number of ops of `layers` layers, forward and backward, with recomputation."""
     ops = OPS_OF_LAYER
     if arch.experts is not None:
         ops += OPS_OF_EXPERTS + OPS_OF_EXCHANGE * (layout.ep * layout.etp > 1)
@@ -174,14 +175,13 @@ def _computed_again(config: Config, layers: int) -> float:
 
 
 def _exchange(config: Config, arch: Architecture, layout: Layout, layers: int, again: float, gpu: Gpu) -> float:
-    """TP: two gathers and two sums in the forward, six more in the backward. Ulysses: queries, keys and values there,
-    outputs back. Ring: keys and values, and with their gradients. Experts: tokens there and back."""
+    """Return the seconds of exchange. TP: two gathers and two sums in the forward, six more in the backward. Ulysses:
+    queries, keys and values there, outputs back. Ring: keys, values and their gradients. Experts: tokens both ways."""
     width, tokens = 2, config.batch.max_tokens // layout.context
     row = width * tokens * arch.hidden_size
-    of_layers = range(arch.num_layers)
-    channels = fmean(arch.kv_heads(n) * (arch.key_dim(n) + arch.value_dim(n)) for n in of_layers)
-    pairs = width * tokens * channels / layout.tp
-    heads = width * tokens * arch.num_heads * fmean(map(arch.key_dim, of_layers)) / layout.tp + pairs
+    attentions = [layer.attention for layer in arch.layers if isinstance(layer.attention, SoftmaxAttention)]
+    pairs = width * tokens * fmean(kind.kv_heads * (kind.head_dim + kind.value_dim) for kind in attentions) / layout.tp
+    heads = width * tokens * fmean(kind.heads * kind.head_dim for kind in attentions) / layout.tp + pairs
     inside, outside = NETWORK_SHARE * gpu.nvlink, NETWORK_SHARE * gpu.infiniband
     seconds = layers * (10 + 4 * again) * row * (layout.tp - 1) / layout.tp / inside
     seconds += layers * (2 + again) * 1.5 * heads * (layout.ulysses - 1) / layout.ulysses / inside
@@ -201,8 +201,8 @@ def _exchange(config: Config, arch: Architecture, layout: Layout, layers: int, a
 
 
 def _gradients(config: Config, arch: Architecture, layout: Layout, gpu: Gpu, one: float) -> float:
-    """Exchange of gradients and weights over data-parallel ranks, what of it the last backward and the first
-    forward do not hide."""
+    """Return the seconds of the exchange of gradients and weights over data-parallel ranks that the last backward and
+    the first forward do not hide."""
     ranks = layout.dp * layout.context
     if ranks == 1:
         return 0.0

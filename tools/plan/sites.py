@@ -1,4 +1,4 @@
-"""Who asked for what a device does: file:line of isoloss or Megatron."""
+"""Find the line of isoloss or Megatron that asked for an op."""
 
 import functools
 import sys
@@ -11,18 +11,18 @@ import isoloss.engine
 import isoloss.models
 import isoloss.parallel
 
-# Folders whose frames are named, and what their files are called in a report.
+# Folders whose frames are named, and the names of their files in a report.
 SOURCES = {
     str(Path(module.__path__[0])): f"isoloss/{module.__name__.split('.')[-1]}"
     for module in (isoloss.engine, isoloss.models, isoloss.parallel)
 } | {str(Path(megatron.core.__path__[0])): "megatron/core"}
-# They hand on what others ask for.
+# Files that call an op on behalf of their callers.
 TRANSPARENT = ("/cuda_stubs.py", "/fused.py")
 
 
 def site() -> str:
-    """file:line of the innermost frame of isoloss or Megatron; in a backward also the node of autograd's graph, alone
-    where a thread of autograd's own runs it."""
+    """Return file:line of the innermost frame of isoloss or Megatron; in a backward with the node of autograd's graph,
+    and that node alone in a thread of autograd."""
     node = torch._C._current_autograd_node()
     behind = f" {node.name()}" if node else ""
     frame = sys._getframe(1)
@@ -36,7 +36,7 @@ def site() -> str:
 
 @functools.cache
 def named(path: str) -> str | None:
-    """What a report calls a file; None for one that is not named."""
+    """Return the name of a file in a report; None for a file that is not named."""
     for folder, title in SOURCES.items():
         if path.startswith(folder) and not path.endswith(TRANSPARENT):
             return title + path.removeprefix(folder)

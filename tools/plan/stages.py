@@ -1,4 +1,4 @@
-"""Dry runs of one rank of every pipeline stage, each in a process of its own."""
+"""Make dry runs of one rank of every pipeline stage, each in a process of its own."""
 
 import os
 import subprocess
@@ -11,11 +11,11 @@ from pathlib import Path
 from isoloss.parallel import Layout, UserError
 from isoloss.tools.plan.report import RankReport
 
-PROCESSES = 2  # at a time: half a gigabyte each
+PROCESSES = 2  # number at a time: each takes half a gigabyte
 
 
 def dry_runs(recipe: str, overrides: Sequence[str], layout: Layout) -> list[RankReport]:
-    """Of the first rank of every stage; all others of a stage do the same.
+    """Make a dry run of the first rank of every stage; all other ranks of a stage do the same.
 
     Raises UserError where the configuration, the model and the layout do not fit together.
     """
@@ -25,11 +25,11 @@ def dry_runs(recipe: str, overrides: Sequence[str], layout: Layout) -> list[Rank
 
 
 def dry_run(recipe: str, overrides: Sequence[str], world_size: int, rank: int, *options: str) -> RankReport:
-    """Of one rank. options: more of isoloss.tools.plan.rank. Raises as `dry_runs`."""
+    """Make a dry run of one rank. options: further arguments of isoloss.tools.plan.rank. Raises as `dry_runs`."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
         command = [sys.executable, "-m", "isoloss.tools.plan.rank", recipe, str(world_size), str(rank), str(file)]
-        # GPUs are hidden: what stands in for CUDA takes no effect where there is one.
+        # GPUs are hidden: the stubs for CUDA have no effect on a machine with a GPU.
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [*command, *options, *overrides], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True

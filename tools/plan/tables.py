@@ -1,4 +1,4 @@
-"""Plans as a person reads them."""
+"""Format plans as tables of text."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ BAR = 40  # characters of the longest bar of a histogram
 
 
 def stage_table(stages: Sequence[RankReport], config: Config, gpu: Gpu) -> str:
-    """GiB of a rank of every stage at its peak, by kind, and where the peak stands."""
+    """Return the GiB of a rank of every stage at its peak, by kind, and the phase and line of the peak."""
     rows = [["GiB", *(f"stage {report.stage}" for report in stages)]]
     kinds = dict.fromkeys(kind for report in stages for kind in report.peak.peak_kinds)
     rows += [[kind, *(gib(report.peak.peak_kinds.get(kind, 0)) for report in stages)] for kind in kinds]
@@ -35,7 +35,7 @@ def stage_table(stages: Sequence[RankReport], config: Config, gpu: Gpu) -> str:
 
 
 def phase_table(stages: Sequence[RankReport], gpu: Gpu) -> str:
-    """Of the stage whose peak is highest: what each phase does, for the rows of the dry run."""
+    """Return the work of each phase, for the rows of the dry run, on the stage with the highest peak."""
     report = max(stages, key=lambda stage: stage.peak.peak)
     lines = [f"phases of stage {report.stage}, {report.micro_batches} micro-batches of {report.tokens} tokens:"]
     lines.append(f"{'':28}{'peak GiB':>9}{'TFLOP':>9}{'GB moved':>10}{'GB sent':>9}{'ops':>8}{'waits':>7}{'s':>8}")
@@ -75,7 +75,7 @@ def search_table(candidates: Sequence[Candidate]) -> str:
 
 
 def recomputed(config: Config) -> str:
-    """What is computed again, and how much of the optimizer is in CPU memory."""
+    """Describe recomputation, and the share of the optimizer in CPU memory."""
     memory = config.memory
     told = "nothing"
     if memory.recompute == "full":
@@ -90,7 +90,7 @@ def gib(nbytes: float) -> str:
 
 
 def exchange_table(stages: Sequence[RankReport]) -> str:
-    """Of the stage whose peak is highest: what it exchanges in all phases, the largest by bytes."""
+    """Return the exchanges with the most bytes, of all phases, on the stage with the highest peak."""
     report = max(stages, key=lambda stage: stage.peak.peak)
     exchanges = [(exchange, phase.name) for phase in report.phases for exchange in phase.exchanges]
     exchanges = sorted((each for each in exchanges if each[0].ranks > 1), key=lambda each: -each[0].nbytes)
@@ -107,7 +107,7 @@ def exchange_table(stages: Sequence[RankReport]) -> str:
 
 
 def data_table(plan: DataPlan, config: Config, layout: Layout) -> str:
-    """The data file: lengths, and how its steps divide it."""
+    """Return the lengths of the data file's rows, and how its steps divide them."""
     counts = (("dropped", plan.dropped), ("truncated", plan.truncated), ("bad and left out", plan.rejected))
     left_out = [f"{count:,} {what}" for what, count in counts if count]
     lines = [f"data: {', '.join([f'{plan.rows:,} rows of {plan.tokens:,} tokens', *left_out])}"]

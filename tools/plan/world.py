@@ -1,15 +1,16 @@
-"""One rank of a world that is not there: a device whose tensors have shapes and no values, and exchanges of nothing.
+"""Simulate one rank of a world: a device whose tensors have shapes and no values, and collectives that move nothing.
 
-For a process of its own, which does nothing else: it changes torch. `kernels` says whose kernels are counted: those
-that torch chooses on a GPU, or those of a CPU, which a real run on this machine can be compared with.
+This changes torch, so it needs a process of its own. `kernels` selects which kernels are counted: those that torch
+chooses on a GPU, or those of a CPU, with which a real run on this machine can be compared.
 """
 
-# A stand-in puts another thing where the type says what stood there.
+# A stand-in need not have the type of the attribute that it replaces.
 # pyright: reportAttributeAccessIssue=false
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -19,31 +20,31 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from isoloss.engine.batching.packing import PackedBatch
-from isoloss.engine.step import forward_backward
+from isoloss.engine.batching.packing import PackedBatch, StepSamples
+from isoloss.engine.step import forward_backward, step_batch
 from isoloss.parallel import mesh, normalizer
 from isoloss.parallel.ops import flash_linear_attention, fused
 from isoloss.parallel.runtime import cuda_stubs
 from isoloss.tools.plan import files
 from isoloss.tools.plan.recorder import Recorder, made_up
 
-# Tensors without values are meta tensors, or fake ones on a device of their own: with those, what mixes host and device
-# is an error, as on a GPU, and all takes twice as long.
+# Tensors without values are meta tensors, or fake ones on a device of their own: with fake ones, an op that mixes host
+# and device is an error, as on a GPU, and everything takes twice as long.
 Device = Literal["meta", "gpu"]
 Kernels = Literal["cuda", "cpu"]
-# What torch chooses where it keeps other tensors than the decompositions that meta tensors get.
+# Kernels that torch chooses on a device, where they keep other tensors than the decompositions for meta tensors.
 DEVICE = torch.device("meta")  # `join` may choose the other one
-MULTIPROCESSORS = 132  # of an H100
+MULTIPROCESSORS = 132  # number on an H100
 _CHOICE = torch.library.Library("aten", "IMPL")
 _installed: tuple[Kernels, Device] | None = None
-_recorder: Recorder  # of the rank that this process is
+_recorder: Recorder  # records the rank that this process simulates
 aten = torch.ops.aten
 
 
 def join(rank: int, world_size: int, gpus_per_node: int, kernels: Kernels, device: Device) -> Recorder:
-    """Become this rank, in place of another one. Returns what records the ops of its device, in `without_values`.
+    """Become this rank, in place of another one. Return the recorder of the ops of its device, for `without_values`.
 
-    ValueError where this process already had other kernels, or another device.
+    Raises ValueError if this process already has other kernels, or another device.
     """
     global _recorder
     os.environ |= {
@@ -65,7 +66,7 @@ def join(rank: int, world_size: int, gpus_per_node: int, kernels: Kernels, devic
 
 @contextlib.contextmanager
 def without_values(recorder: Recorder) -> Iterator[None]:
-    """Tensors are made without values, and their ops are recorded."""
+    """Make tensors without values, and record their ops."""
     if DEVICE.type == "gpu":
         recorder.fake = FakeTensorMode(allow_non_fake_inputs=True)
     with recorder.fake, recorder:
@@ -73,7 +74,7 @@ def without_values(recorder: Recorder) -> Iterator[None]:
 
 
 def wait(kind: str) -> None:
-    """The host waits for the device."""
+    """Count a wait of the host for the device."""
     _recorder.wait(kind)
 
 
@@ -93,7 +94,7 @@ def _install(kernels: Kernels, device: Device) -> None:
     _exchange_objects()
     _answer_the_host()
     files.stand_in()
-    torch.cuda.get_device_capability = lambda *args: (9, 0)  # of an H100
+    torch.cuda.get_device_capability = lambda *args: (9, 0)  # capability of an H100
     flash_linear_attention.why_not = lambda: "its kernels want values"
     if kernels == "cuda":
         torch.cuda.synchronize = lambda *args, **kwargs: wait("synchronize")
@@ -111,18 +112,19 @@ def _counted_as_one(function: Callable[..., Any], **options: Any) -> Callable[..
 
 
 def _pack_on_the_host() -> None:
-    """Packing is the host's work, and needs values: of the weights, which the device has counted, made-up ones."""
-    pack = forward_backward.pack
+    """Pack on the host, which needs values: made-up ones for the weights, which the device has counted."""
+    pack = step_batch.pack
 
-    def pack_with_values(samples: Any, weights: Sequence[Tensor], *more: Any) -> PackedBatch:
+    def pack_with_values(step: StepSamples, *more: Any) -> PackedBatch:
         with unset_fake_temporarily():
-            return pack(samples, [torch.full(w.shape, made_up(w.dtype), dtype=w.dtype) for w in weights], *more)
+            weights = {i: torch.full(w.shape, made_up(w.dtype), dtype=w.dtype) for i, w in step.weights.items()}
+            return pack(replace(step, weights=weights), *more)
 
-    forward_backward.pack = pack_with_values
+    step_batch.pack = pack_with_values
 
 
 def _exchange_objects() -> None:
-    """Objects of all ranks: those of this one."""
+    """Make gathers of objects return this rank's object for every rank."""
 
     def all_gather_object(objects: list, mine: Any, group: Any = None) -> None:
         del group
@@ -132,7 +134,7 @@ def _exchange_objects() -> None:
 
 
 def _answer_the_host() -> None:
-    """Numbers that the host asks of a tensor, and sizes that depend on them; memory that copies are made from."""
+    """Make up the numbers that the host reads from tensors; record sizes of storages, and pinned memory."""
     tolist, resize, empty = Tensor.tolist, torch.UntypedStorage.resize_, torch.empty
 
     def made_up_list(self: Tensor) -> Any:
@@ -167,8 +169,8 @@ def _answer_the_host() -> None:
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """CUDA's (aten/src/ATen/native/cuda/layer_norm_kernel.cu): a kernel forth, two back. It keeps the input, the weight
-    and one number a row; a tensor with gaps is copied first."""
+    """CUDA's RMSNorm (aten/src/ATen/native/cuda/layer_norm_kernel.cu): one kernel in the forward, two in the backward.
+    It keeps the input, the weight and one number a row; a tensor with gaps is copied first."""
 
     @staticmethod
     def of(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -190,7 +192,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, scale: Tensor) -> Tensor:
-    """One kernel; of many short rows it makes parts, which a second one adds up."""
+    """Count one kernel; for many short rows it makes parts, which a second one adds up."""
     rows, blocks = scale.numel(), -(-x.shape[-1] // 32)
     many = rows > 64 * 1024 and x.shape[-1] // 32 < MULTIPROCESSORS // 2
     parts = min(32 * 1024 // blocks, -(-rows // 32)) if many else 1
@@ -224,7 +226,7 @@ def attention_of_cpu(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """One kernel for all."""
+    """Compute attention by one kernel of the CPU, whatever the arguments are."""
     del enable_gqa
     return aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale

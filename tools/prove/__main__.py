@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None, pool: "WorkerPool | None" = None) -> int:
-    """pool: runs the ranks; default one of its own."""
+    """Run the command. pool: runs the ranks; default one of its own."""
     arguments = parser().parse_intermixed_args(argv)  # keys may stand on both sides of an option
     try:
         for override in arguments.overrides:
@@ -72,12 +72,12 @@ def parser() -> command_line.Parser:
 
 
 def token_budgets(text: str) -> list[int]:
-    """argparse tells of a ValueError in one line."""
+    """Parse whole numbers. argparse reports a ValueError in one line."""
     return [int(budget) for budget in text.split(",")]
 
 
 def configuration(loss: str | None, overrides: Sequence[str]) -> Config:
-    """Of the sft recipe; for a policy loss with the keys of reinforcement learning."""
+    """Compose the configuration of the sft recipe; for a policy loss with the keys of reinforcement learning."""
     if loss is None:
         return compose_config("sft", Config, overrides)[0]
     only = loss_of(loss).aggregation

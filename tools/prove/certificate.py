@@ -1,4 +1,4 @@
-"""What a proof says: a line a run, the claims with the runs that exercised them, and proof.json and proof.png."""
+"""Write the result of a proof: a line a run, the claims with the runs that exercised them, proof.json and proof.png."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from isoloss.parallel import Layout
 from isoloss.tools.prove.bugs import NO_BUG, PlantedBug
 from isoloss.tools.prove.parity import Case, Comparison, Measurement, Tolerance
 
-# What would exercise a claim that no run did.
+# Ways to exercise a claim that no run did.
 MENDS = {
     "layouts": "name a layout of more than one rank in --layouts",
     "micro-batches": "leave --budgets out, or name one below the tokens of the batch",
@@ -24,7 +24,7 @@ MEND_OF_A_MODE = "it needs a layout of several ranks or two micro-batches"
 
 @dataclass(frozen=True)
 class ProofRun:
-    """One line of the certificate. filled: micro-batches with a target, on the rank that has most of them."""
+    """A line of the certificate. filled: number of micro-batches with a target, on the rank that has most of them."""
 
     layout: Layout
     case: Case
@@ -59,10 +59,10 @@ def micro_batches(row: ProofRun) -> str:
 
 
 def claims(rows: Sequence[ProofRun], samples: Sequence[Sample]) -> Mapping[str, Sequence[ProofRun]]:
-    """The runs that exercise each claim; none: the proof says nothing about it.
+    """Return the runs that exercise each claim. About a claim without runs the proof says nothing.
 
-    An aggregation is exercised where the step is cut, over ranks or micro-batches; a mean over prompts only where a
-    prompt has two samples with targets.
+    An aggregation is exercised if the step is cut, over ranks or micro-batches; a mean over prompts only if a prompt
+    has two samples with targets.
     """
     cut = [row for row in rows if row.layout.world_size > 1 or row.filled > 1]
     valid = [sample.group for sample in samples if sample.mask_T.any()]
@@ -80,7 +80,7 @@ def claims(rows: Sequence[ProofRun], samples: Sequence[Sample]) -> Mapping[str, 
 
 
 def verdict(claim: str, exercised: Sequence[ProofRun]) -> str:
-    """What the proof says about a claim: `proved`, `not proved` or `not exercised`, and by what."""
+    """Return `proved`, `not proved` or `not exercised` for a claim, and by which runs."""
     if not exercised:
         return f"not exercised: {MENDS.get(claim, MEND_OF_A_MODE)}"
     failed = [row for row in exercised if not row.against.passed]
@@ -103,8 +103,8 @@ def report(
     precision: str,
     bug: PlantedBug,
 ) -> int:
-    """Write proof.json and proof.png, say the verdict, return the exit status: 0 where every claim is proved, 1 where
-    not; of a planted bug 1 where it is caught, MISSED where it is not."""
+    """Write proof.json and proof.png, print the verdict, return the exit status: 0 if every claim is proved, else 1.
+    With a planted bug: 1 if it is caught, else MISSED."""
     exercised = claims(rows, samples)
     verdicts = {claim: verdict(claim, proving) for claim, proving in exercised.items()}
     agree = sum(row.against.passed for row in rows)
@@ -165,7 +165,7 @@ def bug_summary(rows: Sequence[ProofRun], bug: PlantedBug) -> str:
 
 
 def draw(rows: Sequence[ProofRun], tolerance: Tolerance, path: Path) -> None:
-    """The relative errors of every run on a logarithmic axis, with the tolerances."""
+    """Draw the relative errors of every run on a logarithmic axis, with the tolerances."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1.5 + 0.25 * len(rows)), layout="constrained")

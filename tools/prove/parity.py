@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isoloss.engine.batching.balance import CostModel, Plan
-from isoloss.engine.batching.plan import place, plan_step
+from isoloss.engine.batching.plan import plan_step
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config import rules
 from isoloss.engine.config.schema import Config, LossConfig, MoeConfig
@@ -56,10 +56,10 @@ TOLERANCE = {"fp64": Tolerance(1e-12, 1e-10), "fp32": Tolerance(1e-6, 1e-5)}
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run the batch: a token budget (0: everything in one micro-batch) and a loss.
+    """A way to run the batch: a token budget (0: everything in one micro-batch) and a loss.
 
-    policy: the RL configuration whose policy loss is meant, aggregated as `loss` says; None: cross-entropy.
-    critic: its value loss on a critic instead.
+    policy: the RL configuration of a policy loss, aggregated as `loss` says; None for cross-entropy.
+    critic: True for that configuration's value loss on a critic instead.
     """
 
     max_tokens: int
@@ -82,21 +82,21 @@ class Case:
     def run(
         self, layout: Layout, samples: Sequence[Sample], arch: Architecture, moe: MoeConfig | None = None
     ) -> RunTraits:
-        """The case as a planted bug sees it. moe: of a model with experts."""
+        """Return the traits by which a planted bug shows. moe: the configuration of a model with experts."""
         how = layout, self._budget(samples), CostModel.of(arch)
-        placement = place(samples, *how, share_prefixes=self._shares(arch))
-        micro_batches = [m for rank_batches in placement.plan.micro_batches for m in rank_batches]
+        plan = plan_step(samples, *how, share_prefixes=self._shares(arch))
+        micro_batches = [m for rank_batches in plan.micro_batches for m in rank_batches]
         documents = tuple(tuple(len(samples[i]) for i in m) for m in micro_batches)
         targets = tuple(tuple(int(samples[i].mask_T.sum()) for i in m) for m in micro_batches)
         mode, *others = (aggregation.mode for aggregation in self.build().aggregations)
         policy = None if self.policy is None or self.critic else self.policy.algorithm
-        rows = [pieces for rank_rows in placement.pieces for pieces in rank_rows]
-        children = [Counter(piece.parent for piece in pieces if piece.parent >= 0) for pieces in rows]
+        rows = [tree for rank_trees in plan.trees for tree in rank_trees]
+        children = [Counter(parent for parent in tree.parents if parent >= 0) for tree in rows]
         branches = any(max(of_row.values(), default=0) > 1 for of_row in children)
         return RunTraits(layout, documents, targets, mode, tuple(others), policy, moe, branches=branches)
 
     def plan(self, layout: Layout, samples: Sequence[Sample], arch: Architecture) -> Plan:
-        """What an engine with this budget does."""
+        """Return the plan of an engine with this budget."""
         how = layout, self._budget(samples), CostModel.of(arch)
         return plan_step(samples, *how, share_prefixes=self._shares(arch))
 
@@ -120,11 +120,10 @@ class Norms:
 class Measurement:
     """A step as one layout ran it.
 
-    parameters: by weight name; only norms, and only where there was a reference.
-
-    magnitude: what the loss was added up from, in absolute values: its rounding is relative to that.
+    magnitude: the sum of the absolute values that the loss adds up; rounding is relative to it.
     details: every term and observed value of the loss.
-    routing: of every layer with experts, numbered from 1.
+    parameters: norms by the name of the weight, if there was a reference.
+    routing: the choices of every layer with experts, numbered from 1.
     """
 
     loss: float
@@ -139,20 +138,20 @@ class Measurement:
 
     @property
     def flips(self) -> int:
-        """Tokens that chose other experts than in the reference, over all layers."""
+        """Return the number of tokens that chose other experts than in the reference, over all layers."""
         return sum(layer.flips for layer in self.routing.values())
 
     @property
     def smallest_margin(self) -> float | None:
-        """How close any choice of experts was; None where there was none to be made."""
+        """Return the margin of the closest choice of experts; None if there was no choice."""
         margins = [layer.margin for layer in self.routing.values() if math.isfinite(layer.margin)]
         return min(margins, default=None)
 
 
 def freeze(samples: Sequence[Sample]) -> bytes:
-    """Samples as bytes that any process can read (tensors sent through a pipe would share file descriptors)."""
+    """Return samples as bytes that any process can read (tensors sent through a pipe would share file descriptors)."""
     buffer = io.BytesIO()
-    torch.save([(s.tokens_T, s.mask_T, s.group, dict(s.fields)) for s in samples], buffer)
+    torch.save([sample.values() for sample in samples], buffer)
     return buffer.getvalue()
 
 
@@ -215,7 +214,7 @@ def measure(
 
 
 def merge(per_rank: Sequence[Sequence[Measurement]]) -> list[Measurement]:
-    """The measurements of a world: rank 0's numbers with the parameters and the routing of all ranks."""
+    """Return the measurements of a world: rank 0's numbers with the parameters and the routing of all ranks."""
     merged = []
     for measurements in zip(*per_rank):
         parameters = {name: norms for m in measurements for name, norms in m.parameters.items()}
@@ -229,9 +228,7 @@ class Comparison:
     """A measurement against its reference, in relative errors.
 
     worst: the parameter with the largest gradient error.
-
-    flips: tokens that chose other experts.
-    smallest_margin: how close any choice was.
+    flips: number of tokens that chose other experts. smallest_margin: the margin of the closest choice.
     """
 
     loss_error: float
@@ -245,8 +242,8 @@ class Comparison:
 
 
 def compare(measured: Measurement, reference: Measurement, tolerance: Tolerance) -> Comparison:
-    """Whether loss, every parameter's gradient, their norm and every choice of experts agree. With some gradient 0 it
-    proves nothing."""
+    """Compare the loss, every parameter's gradient, their norm and every choice of experts. A measurement in which some
+    gradient is 0 proves nothing."""
     loss_error = _relative(measured.loss, reference.loss, reference.magnitude)
     limit = tolerance.gradient
     worse = [k for k, v in reference.details.items() if not abs(measured.details[k] - v) <= limit * max(abs(v), 1.0)]
@@ -298,7 +295,7 @@ def _compare(gradients: Mapping[str, Tensor], reference: str) -> dict[str, Norms
 
 
 def _recording(messages: list[str]) -> Callable[[Callable], Callable]:
-    """Of the canary's check, one that writes a failure down instead of ending the step: a proof wants the gradients as
+    """Return a check of the canary that records a failure instead of ending the step: a proof needs the gradients as
     well."""
 
     def recording(check_canary: Callable) -> Callable:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from isoloss.engine.batching.balance import Plan
 from isoloss.engine.batching.sample import Sample
@@ -18,21 +19,21 @@ from isoloss.engine.config.schema import Config, LossConfig
 from isoloss.engine.data.dataset import step_indices
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.sft.loop import load_data
+from isoloss.engine.step.engine import Engine
 from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import Layout, UserError
 from isoloss.parallel.layout import MODEL_AXES
 from isoloss.tools.prove.bugs import NO_BUG, PLANTED_BUGS, PlantedBug
 from isoloss.tools.prove.certificate import ProofRun, line, report
-from isoloss.tools.prove.parity import TOLERANCE, Case, compare, freeze, measure, merge, reference_file
+from isoloss.tools.prove.parity import TOLERANCE, Case, compare, freeze, measure, merge, reference_file, thaw
 from isoloss.tools.prove.rank_pool import WorkerPool
-from isoloss.tools.prove.synthetic_rollouts import older_logprobs, rollout_fields
 
 Runs = Mapping[Layout, Sequence[Case]]
-MIN_BUDGET = 2  # what batch.max_tokens admits: a sample of at least two tokens is alone in its micro-batch
+MIN_BUDGET = 2  # the least that batch.max_tokens admits: a sample of at least two tokens is alone in its micro-batch
 
 
 def run(arguments: argparse.Namespace, config: Config, layouts: Sequence[Layout], pool: WorkerPool | None) -> int:
-    """What the command line of `prove` asks for: prints a line a run, writes the certificate, returns the exit status.
+    """Run the proof of the command line: print a line a run, write the certificate, and return the exit status.
 
     Raises UserError, before any rank starts, for a mistake in the arguments, the configuration or the data.
     """
@@ -59,18 +60,18 @@ def planted(name: str | None) -> PlantedBug:
 
 
 def loss_config(mode: str, config: Config) -> LossConfig:
-    """The configured loss in another mode."""
+    """Return the configured loss in another mode."""
     length = (config.loss.norm_length or config.data.max_length) if mode == "seq-mean-token-sum-norm" else None
     return LossConfig(mode, length, config.loss.count_fully_masked)
 
 
 def first_batch(config: Config, bug: PlantedBug) -> list[Sample]:
-    """The samples of optimizer step 0; for a policy loss the answers of two rows to one prompt.
+    """Return the samples of optimizer step 0; for a policy loss the answers of two rows to one prompt.
 
     For a planted bug every token is a target, also one at the border of two shards, and a fully masked copy of a sample
     is added: some bugs show only there.
 
-    UserError where they are not at least two different rows.
+    Raises UserError if there are not at least two different rows.
     """
     data = load_data(config, read_architecture(config.model.path))
     rows = step_indices(len(data.train), 0, config.batch.global_size, config.train.seed)
@@ -90,7 +91,7 @@ def first_batch(config: Config, bug: PlantedBug) -> list[Sample]:
 
 
 def behind_the_prompt_of(first: Sample, sample: Sample) -> Sample:
-    """What the sample answers, as if it answered the prompt of another."""
+    """Return a sample with its own answer behind the prompt of `first`."""
     prompt, own = (int(s.mask_T.int().argmax()) for s in (first, sample))
     tokens_T = torch.cat([first.tokens_T[:prompt], sample.tokens_T[own:]])
     mask_T = torch.cat([first.mask_T[:prompt], sample.mask_T[own:]])
@@ -104,7 +105,7 @@ def choose_runs(
     losses: Sequence[Case],
     budgets: Sequence[int] | None = None,
 ) -> Runs:
-    """Every loss with every budget that gives micro-batches of its own, by layout.
+    """Return every loss with every budget that gives micro-batches of its own, by layout.
 
     budgets: None chooses them from the lengths of the samples: one micro-batch a rank, about three, and one sample
         each."""
@@ -129,7 +130,7 @@ def choose_runs(
 
 
 def with_rollout(config: RLConfig, samples: Sequence[Sample], precision: str, pool: WorkerPool) -> list[Sample]:
-    """The samples with all that a policy loss reads, near the log-probabilities of the model itself."""
+    """Return the samples with all fields that a policy loss reads, near the log-probabilities of the model."""
     rng = np.random.default_rng(config.train.seed)
     one_rank = on_layout(config, Layout(), precision)
     near = pool.run(1, older_logprobs, one_rank, freeze(samples), config.train.seed)[0]
@@ -138,6 +139,31 @@ def with_rollout(config: RLConfig, samples: Sequence[Sample], precision: str, po
         for fields in made_up:
             del fields["ref_logprobs"]
     return [dataclasses.replace(sample, fields=fields) for sample, fields in zip(samples, made_up)]
+
+
+def rollout_fields(near_T: np.ndarray, mask_T: Tensor, rng: np.random.Generator) -> dict[str, Tensor]:
+    """Make up the fields that policy and value losses read of a sample: [T] fp64 each, 0 where mask_T is False.
+
+    near_T: log-probabilities of the policy that generated, near those of the model. The backend's get a tail.
+    """
+    length = len(near_T)
+    fields = {
+        "advantages": np.full(length, rng.normal()),
+        "rollout_logprobs": near_T + rng.normal(0, 0.1, length) - 0.7 * (np.arange(length) % 11 == 7),
+        "ref_logprobs": near_T + rng.normal(0, 0.2, length),
+        "returns": rng.normal(0, 0.3, length),
+        "old_values": rng.normal(0, 0.2, length),
+        "train_logprobs": near_T,
+    }
+    return {name: torch.from_numpy(values) * mask_T for name, values in fields.items()}
+
+
+def older_logprobs(config: RLConfig, frozen: bytes, seed: int) -> list[np.ndarray]:
+    """Make up log-probabilities of an older policy for every sample's targets: 0.3 nats from those of the model, enough
+    for ratios beyond the usual clipping on both sides. Runs on every rank; collectives as `Engine.logprobs`."""
+    rng = np.random.default_rng(seed)
+    own: Sequence[Tensor] = Engine(config).logprobs(thaw(frozen), config.rollout.temperature)
+    return [values_T.numpy(force=True) + rng.normal(0, 0.3, len(values_T)) for values_T in own]
 
 
 def prove(
@@ -152,7 +178,7 @@ def prove(
     the bug.
 
     pool: runs the ranks; default one of its own.
-    UserError for a planted bug that shows in none of the runs.
+    Raises UserError for a planted bug that shows in none of the runs.
     """
     arch = read_architecture(config.model.path)
     moe = config.moe if arch.experts else None
@@ -181,13 +207,13 @@ def prove(
 
 
 def ranks_for(layouts: Iterable[Layout], pool: WorkerPool | None) -> contextlib.AbstractContextManager[WorkerPool]:
-    """The pool, which stays open, or a new one that is large enough."""
+    """Return the pool, which stays open, or a new one that is large enough."""
     return contextlib.nullcontext(pool) if pool else WorkerPool(max(layout.world_size for layout in layouts))
 
 
 def on_layout(config: Config, layout: Layout, precision: str) -> Config:
-    """The configuration of one world. Gradients are compared whole, so the optimizer is not the distributed one, nor in
-    CPU memory; and they have the precision that is asked for."""
+    """Return the configuration of one world. Gradients are compared whole, so the optimizer is neither the distributed
+    one nor in CPU memory, and in the given precision."""
     degrees = {axis: getattr(layout, axis) for axis in MODEL_AXES}
     stages = config.parallel.stage_layers
     parallel = dataclasses.replace(

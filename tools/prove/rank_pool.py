@@ -35,7 +35,7 @@ from isoloss.parallel.runtime import processes
 MAX_THREADS = 64
 # Everything that a worker would otherwise import for itself: the fork server imports it once.
 PRELOAD = ["isoloss.engine.step.engine"]
-# How often ranks are looked at while they are silent, and the share of a processor that says that one of them works:
+# Interval of looks at ranks while they are silent, and the share of a processor that says that one of them works:
 # ranks that wait for each other in gloo use a thousandth.
 LOOKS = 10
 WORKING = 0.01
@@ -48,7 +48,7 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class RankWorker:
-    """lifeline: our end of the pipe with which it ends (`isoloss.parallel.runtime.processes`)."""
+    """A worker process. lifeline: the pool's end of the pipe that ends it (`isoloss.parallel.runtime.processes`)."""
 
     process: Any
     connection: Connection
@@ -56,14 +56,14 @@ class RankWorker:
 
 
 class Silence:
-    """Whether none of these processes, each with those that it started, works for so many seconds: a computation may
-    take as long as it likes.
+    """A detector of ranks that hang: for a number of seconds none of the processes, nor any that they started, works.
+    A computation may take any time.
 
-    It counts looks, not the clock: while a machine is stopped nobody works.
+    Looks are counted, not the clock: while a machine is stopped no process works.
     """
 
     def __init__(self, pids: list[int], seconds: float):
-        self.until_next_look = seconds / (LOOKS + 1)  # what they did just after a look costs one more
+        self.until_next_look = seconds / (LOOKS + 1)  # work just after a look costs one more
         self._pids, self._working = pids, WORKING * seconds
         self._spent = [-math.inf] * len(pids)
         self._looks = 0
@@ -72,7 +72,7 @@ class Silence:
         self._looks = 0
 
     def is_too_long(self) -> bool:
-        """To be asked every `until_next_look` seconds."""
+        """Look once more. Call it every `until_next_look` seconds."""
         spent = [_cpu_seconds(pid) for pid in self._pids]
         if any(abs(now - before) > self._working for now, before in zip(spent, self._spent)):
             self._spent, self._looks = spent, 0
@@ -91,8 +91,10 @@ class WorkerPool:
         silence: float = 60.0,
         caller: Callable[[], str] = str,
     ):
-        """silence: seconds without an answer and without work, after which a world counts as hanging. caller: who runs
-        it, such as the running test; it goes into the error of a world that hangs."""
+        """Start no process yet.
+
+        silence: seconds without an answer and without work, after which a world counts as hanging.
+        caller: name of the caller, such as the running test, for the error of a world that hangs."""
         self.size = size
         self.timeout = timeout
         self.silence = silence
@@ -110,7 +112,7 @@ class WorkerPool:
         self.close()
 
     def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """function(*args) on ranks 0..world-1 of a fresh world; returns their results in rank order.
+        """Call function(*args) on ranks 0..world-1 of a fresh world, and return their results in rank order.
 
         function: importable by name; it may create a Mesh and an Engine.
         Raises UserError if a rank did, WorkerError for anything else (the other ranks, which may hang in a collective,
@@ -171,7 +173,7 @@ class WorkerPool:
         return RankWorker(process, here, ours)
 
     def _stacks(self, world: int, folder: str) -> str:
-        """Where each rank is. Ranks that do not write that within two seconds are stopped or gone."""
+        """Return the stack of each rank. Ranks that do not write it within two seconds are stopped or gone."""
         for worker in self._workers[:world]:
             os.kill(worker.process.pid, DUMP)
         written, before = [""] * world, None
@@ -198,7 +200,7 @@ class WorkerPool:
 
 @functools.cache
 def _lifeline_of_server() -> tuple[Connection, Connection]:
-    """Both ends of one pipe, which stay open for as long as this process lives, as its fork server does.
+    """Return both ends of one pipe, which stay open as long as this process and its fork server live.
 
     Not a pipe a worker: what a worker started may outlive it and hold its end, and closing ours would then kill the
     fork server that other workers are started from.
@@ -211,12 +213,12 @@ def _worn_out(process: Any) -> bool:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """User and system time of a process and of all that it started."""
+    """Return the user and system time of a process and of all that it started."""
     spent = 0.0
     with contextlib.suppress(psutil.NoSuchProcess):  # one that is gone is seen where its answer is read
         process = psutil.Process(pid)
-        for each in (process, *process.children(recursive=True)):
-            spent += sum(each.cpu_times()[:4])
+        for member in (process, *process.children(recursive=True)):
+            spent += sum(member.cpu_times()[:4])
     return spent
 
 
@@ -225,11 +227,11 @@ def _stacks_file(folder: str, rank: int) -> Path:
 
 
 def _serve(connection: Connection, lifeline: Connection, lifeline_of_server: Connection, index: int) -> None:
-    """A worker's life: join a world, run, leave it, until the owner of the pool hangs up. It ends with that owner, also
-    within a collective, and so does the fork server, which else takes its time to leave Python."""
+    """Run a worker: join a world, run, leave it, until the owner of the pool hangs up. The worker ends with that owner,
+    also within a collective, and so does the fork server, which would be slow to leave Python."""
     processes.tie(lifeline_of_server.fileno(), os.getppid())
     processes.tie(lifeline.fileno(), os.getpid())
-    if lifeline.poll():  # the owner ended before
+    if lifeline.poll():  # the owner has ended already
         return
     torch.set_num_threads(1)
     if torch.cuda.is_available():

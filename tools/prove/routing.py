@@ -1,7 +1,7 @@
-"""Which experts each token chose and how close the choice was, recorded under one layout and compared under another.
+"""Record which experts each token chose under one layout, and by which margin, and compare them under another.
 
-A router is a step function: where rounding decides between two experts, a gradient is another one and no tolerance says
-so. So choices are compared one by one, and a token that chose otherwise is told, never averaged.
+A router is a step function: where rounding decides between two experts, the gradient jumps, and no tolerance covers it.
+So choices are compared one by one, and a token that chose otherwise is reported, never averaged.
 
 Shape suffixes: O tokens of the step, Z tokens that a router sees, E experts.
 """
@@ -21,10 +21,10 @@ from isoloss.models.mcore.moe.router_losses import RoutedTokens
 
 @dataclass(frozen=True)
 class Choices:
-    """Of a layer, by the tokens' place in the step; where this rank saw a token (seen_O), else False and infinity.
+    """The choices of a layer, by the tokens' place in the step.
 
-    chosen_OE: bool.
-    margin_O: see `selection_margin`.
+    seen_O: True for the tokens that this rank saw; the others have chosen_OE False and an infinite margin.
+    chosen_OE: True for the experts that a token chose. margin_O: see `selection_margin`.
     """
 
     seen_O: Tensor
@@ -42,8 +42,11 @@ class Choices:
 
 @dataclass(frozen=True)
 class LayerRouting:
-    """Of a layer with experts: tokens seen; the smallest margin among them; how many chose others than in the
-    reference, and the smallest margin that these had there (infinite without any)."""
+    """The comparison of a layer with experts.
+
+    tokens: number of tokens seen. margin: the smallest margin among them. flips: number of tokens that chose other
+    experts than in the reference. flip_margin: the smallest margin of those in the reference; infinite without any.
+    """
 
     tokens: int
     margin: float
@@ -53,7 +56,7 @@ class LayerRouting:
 
 @contextlib.contextmanager
 def recorded(chunks: Sequence[nn.Module], tokens: int) -> Iterator[dict[int, Choices]]:
-    """Within it, what the routers of this rank choose in every pass, by layer. tokens: of the step."""
+    """Record the choices of this rank's routers in every pass, by layer. tokens: number of tokens of the step."""
     choices: dict[int, Choices] = {}
 
     @torch.no_grad()
@@ -75,13 +78,13 @@ def recorded(chunks: Sequence[nn.Module], tokens: int) -> Iterator[dict[int, Cho
 
 
 def as_tensors(choices: Mapping[int, Choices]) -> dict[str, Tensor]:
-    """What a reference file holds of them."""
+    """Return the tensors of a reference file."""
     chosen = {_name(layer, "chosen"): layer_choices.chosen_OE for layer, layer_choices in choices.items()}
     return chosen | {_name(layer, "margin"): layer_choices.margin_O for layer, layer_choices in choices.items()}
 
 
 def compare_choices(choices: Mapping[int, Choices], reference: str) -> dict[int, LayerRouting]:
-    """This rank's choices against those of a reference file, by layer."""
+    """Compare this rank's choices with those of a reference file, by layer."""
     compared = {}
     with safe_open(reference, "pt") as file:
         for layer, layer_choices in choices.items():
@@ -95,7 +98,7 @@ def compare_choices(choices: Mapping[int, Choices], reference: str) -> dict[int,
 
 
 def merge_routing(per_rank: Sequence[Mapping[int, LayerRouting]]) -> dict[int, LayerRouting]:
-    """Of all ranks of a world, each of which saw other tokens."""
+    """Merge the comparisons of all ranks of a world, each of which saw other tokens."""
     merged: dict[int, LayerRouting] = {}
     for layer in sorted({layer for routing in per_rank for layer in routing}):
         parts = [routing[layer] for routing in per_rank if layer in routing]
@@ -109,7 +112,7 @@ def merge_routing(per_rank: Sequence[Mapping[int, LayerRouting]]) -> dict[int, L
 
 
 def routing_faults(measured: Mapping[int, LayerRouting], reference: Mapping[int, LayerRouting]) -> list[str]:
-    """What is wrong with the choices of a world, one line each."""
+    """Return a line for each fault in the choices of a world."""
     faults = []
     for layer, expected in reference.items():
         ours = measured.get(layer)

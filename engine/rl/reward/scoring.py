@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -61,6 +62,7 @@ class Scoring:
         self._changed = threading.Condition()
         self._of: dict[str, PendingGroup] = {}  # by the id of each completion
         self._waiting: list[PendingGroup] = []  # whole, without rewards
+        self._goals: list[tuple[Callable[[], bool], Future[None]]] = []
         self._places = itertools.count()
         self._failure: Exception | None = None
         self._closed = False
@@ -85,16 +87,24 @@ class Scoring:
                 group.place = next(self._places)
                 if not self._rewarder.whole_batch:
                     self._waiting.append(group)
-                self._changed.notify_all()
+        self.wake()
 
-    def ready(self, group: PendingGroup) -> bool:
-        """Whether `take` would not wait for it."""
-        return group.whole if self._rewarder.whole_batch else group.scored is not None
+    def when(self, until: Callable[[], bool]) -> Future[None]:
+        """Return a future that is done once `until()` holds, looked at after every change, or a reward failed."""
+        goal: Future[None] = Future()
+        with self._changed:
+            self._goals.append((until, goal))
+        self.wake()
+        return goal
 
     def wake(self) -> None:
-        """Have `wait` look again."""
+        """Have `wait` and `when` look again."""
         with self._changed:
             self._changed.notify_all()
+            due = [each for each in self._goals if self._failure is not None or each[0]()]
+            self._goals = [each for each in self._goals if each not in due]
+        for _, goal in due:
+            goal.set_result(None)
 
     def wait(self, until: Callable[[], bool]) -> None:
         """Until that is so, looked at after every change. Raises what a reward function made of a group."""
@@ -132,9 +142,8 @@ class Scoring:
             try:
                 self._score(groups)
             except Exception as error:
-                with self._changed:
-                    self._failure = error
-                    self._changed.notify_all()
+                self._failure = error
+                self.wake()
                 return
 
     def _score(self, groups: Sequence[PendingGroup]) -> None:

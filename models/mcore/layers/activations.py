@@ -4,12 +4,16 @@ On a GPU each is one kernel forth and one back, which rounds nothing but its res
 """
 
 import math
+from collections.abc import Mapping
 from functools import partial
 
 import torch
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from isoloss.models.kinds.kind import Activation
+from isoloss.models.mcore.layer_config import LayerConfig
 from isoloss.parallel.ops.fused import Fused, precise
 from isoloss.parallel.ops.row_blocks import slabs
 
@@ -47,7 +51,7 @@ def clamped_swiglu(wide: Tensor, *, one_kernel: bool = True) -> Tensor:
 
 
 class _InSlabs(torch.autograd.Function):
-    """activation: of the gate. backward_of_gate: of the gradient of what that gives, and of the gate."""
+    """A gated activation computed in slabs. backward_of_gate: gradient of the gate, given that of its activation."""
 
     @staticmethod
     def forward(ctx, wide, activation, backward_of_gate):
@@ -74,7 +78,7 @@ class _InSlabs(torch.autograd.Function):
 
 
 class InOneKernel(torch.autograd.Function):
-    """forth: of gate and up. back: of those and the gradient of what `forth` gives."""
+    """A gated activation in one kernel each way. forth: function of gate and up. back: gradient of `forth`."""
 
     @staticmethod
     def forward(ctx, wide, forth, back):
@@ -104,20 +108,25 @@ def swiglu_backward(wide: Tensor, grad: Tensor) -> Tensor:
 @Fused
 def geglu_forward(wide: Tensor) -> Tensor:
     gate, up = precise(wide).chunk(2, dim=-1)
-    return (gate * _open(gate) * up).to(wide.dtype)
+    return (gate * gelu_factor(gate) * up).to(wide.dtype)
 
 
 @Fused
 def geglu_backward(wide: Tensor, grad: Tensor) -> Tensor:
     gate, up = precise(wide).chunk(2, dim=-1)
-    square, grad_open = gate * gate, precise(grad) * _open(gate)
-    slope = gate * (GELU_LINEAR + 3 * GELU_CUBIC * square) * (1 - _open(gate))
-    return torch.cat([grad_open * up * (1 + slope), grad_open * gate], -1).to(wide.dtype)
+    grad_open = precise(grad) * gelu_factor(gate)
+    return torch.cat([grad_open * up * (1 + gelu_slope(gate)), grad_open * gate], -1).to(wide.dtype)
 
 
-def _open(gate: Tensor) -> Tensor:
+def gelu_factor(gate: Tensor) -> Tensor:
     """GELU's factor (1 + tanh(y)) / 2, as a sigmoid: the sum would cancel far below 0. A part of a kernel."""
     return torch.sigmoid(gate * (GELU_LINEAR + GELU_CUBIC * gate * gate))
+
+
+def gelu_slope(gate: Tensor) -> Tensor:
+    """Return the derivative of GELU's factor times gate / factor. A part of a kernel."""
+    square = gate * gate
+    return gate * (GELU_LINEAR + 3 * GELU_CUBIC * square) * (1 - gelu_factor(gate))
 
 
 @Fused
@@ -136,3 +145,32 @@ def clamped_swiglu_backward(wide: Tensor, grad: Tensor) -> Tensor:
     grad_gate = grad_precise * (up.clamp(-7.0, 7.0) + 1) * open_ * (1 + 1.702 * clamped * (1 - open_))
     grad_up = grad_precise * clamped * open_
     return torch.cat([grad_gate * (gate <= 7.0), grad_up * (up.abs() <= 7.0)], -1).to(wide.dtype)
+
+
+class SwiGLU(MegatronModule):
+    """`swiglu` as a module, which 0.17 demands in the slot of an activation. Built from the configuration; it has no
+    parameters, and Megatron asks it, like its neighbours, what it adds to a checkpoint."""
+
+    config: LayerConfig
+
+    def forward(self, wide: Tensor) -> Tensor:
+        return swiglu(wide, one_kernel=self.config.kernels.activation)
+
+
+class ClampedSwiGLU(SwiGLU):
+    """`clamped_swiglu` as a module."""
+
+    def forward(self, wide: Tensor) -> Tensor:
+        return clamped_swiglu(wide, one_kernel=self.config.kernels.activation)
+
+
+class GeGLU(SwiGLU):
+    """`geglu` as a module."""
+
+    def forward(self, wide: Tensor) -> Tensor:
+        return geglu(wide, one_kernel=self.config.kernels.activation)
+
+
+ACTIVATIONS: Mapping[Activation, type[MegatronModule]] = {
+    "swiglu": SwiGLU, "clamped_swiglu": ClampedSwiGLU, "geglu": GeGLU,
+}  # fmt: skip

@@ -1,13 +1,30 @@
-"""Megatron's MLP, whose activation the backward computes again."""
+"""Megatron's MLP with our activation, which the backward may compute again."""
+
+from typing import Any
 
 import torch
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
+from isoloss.models.kinds.dense import Dense
+from isoloss.models.mcore.compat import AnyLayer, submodules_of
+from isoloss.models.mcore.layer_config import BuildOptions
+from isoloss.models.mcore.layers.activations import ACTIVATIONS
+from isoloss.parallel import Mesh
+
+
+class DenseMLP(MLP):
+    @classmethod
+    def fill(cls, layer: Any, kind: Dense, mesh: Mesh, options: BuildOptions) -> None:
+        mlp = submodules_of(layer.mlp)
+        mlp.activation_func = ACTIVATIONS[kind.activation]
+        if options.memory.recomputes_mlp_act:
+            layer.mlp = AnyLayer(module=RecomputingMLP, submodules=mlp, params={"tp_group": mesh.tp})
+
 
 class RecomputingMLP(MLP):
-    """It keeps gate and up, and not their product, which the second matrix needs for its gradient: pointwise, so it is
-    made again in a fraction of the time of a product of matrices.
+    """An MLP that keeps gate and up for the backward, and recomputes their product, which the gradient of the second
+    matrix needs: pointwise, in a fraction of the time of a product of matrices.
 
     The memory of the product is given back behind the second matrix, and filled again where its backward begins. (What
     autograd's hooks for saved tensors give back is a copy of the weight, without the buffer of its gradient, and

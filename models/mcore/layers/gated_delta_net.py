@@ -22,16 +22,17 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 from torch import Tensor, nn
 from torch.nn.functional import pad, softplus
 
-from isoloss.models.architecture import Architecture
-from isoloss.models.mcore.layer_config import LayerConfig
-from isoloss.models.mcore.layers.gated_norm import gated_norm
-from isoloss.models.weights.weight_map import DELTA_SECTIONS
+from isoloss.models.kinds.gated_delta import DELTA_SECTIONS, GatedDelta
+from isoloss.models.mcore.layer_config import BuildOptions, LayerConfig
+from isoloss.models.mcore.layers.core_attention import fill_attention
+from isoloss.models.mcore.layers.norm import gated_norm
+from isoloss.parallel import Mesh
 from isoloss.parallel.attention import PackedRow, kv_repeats
 from isoloss.parallel.collectives import sum_gradient
 from isoloss.parallel.head_exchange import HeadExchange
 from isoloss.parallel.ops import flash_linear_attention
 from isoloss.parallel.ops.fused import precise
-from isoloss.parallel.ops.gated_delta import delta_rule, delta_rule_and_states, delta_rule_next
+from isoloss.parallel.ops.gated_delta import DeltaInputs, delta_rule, delta_rule_and_states, delta_rule_next
 from isoloss.parallel.ops.kv_cache import KeyValueCache
 from isoloss.parallel.ops.prefix_scan import convolve_forest, scan_forest
 from isoloss.parallel.ops.short_convolution import convolution_next, last_tokens, short_convolution
@@ -60,43 +61,35 @@ class GatedDeltaNet(MegatronModule):
         config: LayerConfig,
         *,
         layer_number: int,
-        arch: Architecture,
+        kind: GatedDelta,
         exchange: HeadExchange,
         pg_collection,
         **unused,
     ):
         super().__init__(config)
         del unused
-        assert arch.delta is not None
-        self.layer_number, self.delta, self.exchange, self.tp = layer_number, arch.delta, exchange, pg_collection.tp
-        delta, ranks = arch.delta, self.tp.size()
+        self.layer_number, self.delta, self.exchange, self.tp = layer_number, kind, exchange, pg_collection.tp
+        delta, ranks, hidden = kind, self.tp.size(), config.hidden_size
         self.key_heads, self.value_heads = delta.key_heads // ranks, delta.value_heads // ranks
         self.with_kernels = config.kernels.delta_rule
         self.recomputes_core = "core_attn" in config.recomputed
 
         keys, values = self.key_heads * delta.key_dim, self.value_heads * delta.value_dim
-        self.sections = (
-            keys,
-            keys,
-            values,
-            values,
-            self.value_heads,
-            self.value_heads,
-        )  # on this rank
+        self.sections = keys, keys, values, values, self.value_heads, self.value_heads  # on this rank
         common = {"config": config, "init_method": nn.Identity(), "bias": False, "tp_group": self.tp}
-        self.in_proj = ColumnParallelLinear(
-            arch.hidden_size, sum(self.sections) * ranks, gather_output=False, **common
-        )  # fmt: skip
+        self.in_proj = ColumnParallelLinear(hidden, sum(self.sections) * ranks, gather_output=False, **common)
         self.conv1d = _Weight(config, (sum(self.sections[:3]), 1, delta.conv_width))
         self.out_norm = _Weight(config, (delta.value_dim,))
         self.A_log = _parameter(config, (self.value_heads,))
         self.dt_bias = _parameter(config, (self.value_heads,))
         for sharded in (self.conv1d.weight, self.A_log, self.dt_bias):
             set_tensor_model_parallel_attributes(sharded, True, 0, 1)
-        self.norm_eps = arch.norm_eps
-        self.out_proj = RowParallelLinear(
-            values * ranks, arch.hidden_size, input_is_parallel=True, skip_bias_add=True, **common
-        )
+        self.norm_eps = config.layernorm_epsilon
+        self.out_proj = RowParallelLinear(values * ranks, hidden, input_is_parallel=True, skip_bias_add=True, **common)
+
+    @classmethod
+    def fill(cls, layer: Any, kind: GatedDelta, mesh: Mesh, options: BuildOptions) -> None:
+        fill_attention(layer, cls, kind, options, exchange=HeadExchange.over(mesh))
 
     def forward(
         self, hidden: Tensor, attention_mask=None, *, rotary_pos_emb=None, packed_seq_params, **unused
@@ -150,24 +143,24 @@ class GatedDeltaNet(MegatronModule):
             prompts = cache.prompts
             convolved_R = short_convolution(qkv_R, conv_XK, row.lengths, row.uploads)
             of_rule = given(convolved_R, rate_RH, decay_RH, keys=self.key_heads)
-            out_RHU, state_SHDU = delta_rule_and_states(*of_rule, row.lengths, row.uploads)
+            out_RHU, state_SHDU = delta_rule_and_states(of_rule, row.lengths, row.uploads)
             inputs_SKX = last_tokens(qkv_R, prompts, self.delta.conv_width - 1)
             cache.keep_states(self.layer_number, inputs_SKX, state_SHDU[: len(prompts)])
             return out_RHU.flatten(1)
         rows, kept = len(cache.behind), cache.states(self.layer_number)  # the others are padding
         convolved_B, kept[0] = convolution_next(qkv_R[:rows], kept[0], conv_XK)
         of_rule = given(convolved_B, rate_RH[:rows], decay_RH[:rows], keys=self.key_heads)
-        return pad(delta_rule_next(*of_rule, kept[1]).flatten(1), (0, 0, 0, len(qkv_R) - rows))
+        return pad(delta_rule_next(of_rule, kept[1]).flatten(1), (0, 0, 0, len(qkv_R) - rows))
 
     def _given(
         self, convolved: Tensor, rate: Tensor, decay: Tensor, A_log: Tensor, dt_bias: Tensor, keys: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What the rule is given for tokens: queries, keys, values, log decays and rates. keys: heads of keys."""
+    ) -> DeltaInputs:
+        """Return the delta rule's inputs: queries, keys, values, log decays and rates. keys: number of key heads."""
         widths = keys * self.delta.key_dim, keys * self.delta.key_dim
         query, key, value = convolved.split([*widths, convolved.shape[1] - sum(widths)], 1)
         log_decay = -precise(A_log).exp() * softplus(precise(decay) + precise(dt_bias))
         query, key, value = (t.unflatten(1, (n, -1)) for t, n in ((query, keys), (key, keys), (value, len(A_log))))
-        return query, key, value, log_decay, precise(rate).sigmoid()
+        return DeltaInputs(query, key, value, log_decay, precise(rate).sigmoid())
 
     def _by_head(self, qkv: Tensor, repeats: int) -> list[Tensor]:
         """Queries, keys and values of [rows, channels], each key head as often as ranks need it."""

@@ -9,6 +9,7 @@ Letters: R tokens of this rank's slice of a packed row, H query heads of this TP
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -18,10 +19,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from isoloss.models.architecture import Architecture
-from isoloss.models.mcore.layer_config import LayerConfig
+from isoloss.models.kinds.latent import Latent
+from isoloss.models.mcore.layer_config import BuildOptions, LayerConfig
+from isoloss.models.mcore.layers.core_attention import core_attention, fill_attention
 from isoloss.models.mcore.layers.norm import RMSNorm
 from isoloss.models.mcore.layers.rotary import rotate_interleaved
+from isoloss.parallel import Mesh
 from isoloss.parallel.attention import PackedAttention
 from isoloss.parallel.collectives import gather_rows
 
@@ -52,19 +55,18 @@ class LatentAttention(MegatronModule):
         config: LayerConfig,
         *,
         layer_number: int,
-        arch: Architecture,
+        kind: Latent,
         core: Callable[[TransformerConfig, int], PackedAttention],
         pg_collection,
         **unused,
     ):
         super().__init__(config)
         del unused
-        assert arch.latent is not None
-        self.latent, self.tp = arch.latent, pg_collection.tp
+        self.latent, self.tp = kind, pg_collection.tp
         self._rotated = partial(rotate_interleaved, one_kernel=config.kernels.rope)
-        self.heads = arch.num_heads // self.tp.size()
+        self.heads = kind.heads // self.tp.size()
         self.recomputed = config.recomputed
-        latent, hidden = arch.latent, arch.hidden_size
+        latent, hidden = kind, config.hidden_size
 
         def column(inputs: int, outputs: int) -> ColumnParallelLinear:
             return ColumnParallelLinear(
@@ -72,7 +74,7 @@ class LatentAttention(MegatronModule):
                 tp_group=self.tp,
             )  # fmt: skip
 
-        queries = arch.num_heads * arch.head_dim
+        queries = latent.heads * latent.head_dim
         if latent.q_rank is None:
             self.linear_q_proj = column(hidden, queries)
         else:
@@ -81,12 +83,16 @@ class LatentAttention(MegatronModule):
             self.linear_q_up_proj = column(latent.q_rank, queries)
         self.linear_kv_down_proj = ReplicatedLinear(config, hidden, latent.kv_rank + latent.rope_dim)
         self.kv_layernorm = RMSNorm(config, latent.kv_rank, LATENT_NORM_EPS)
-        self.linear_kv_up_proj = column(latent.kv_rank, arch.num_heads * (latent.nope_dim + latent.value_dim))
+        self.linear_kv_up_proj = column(latent.kv_rank, latent.heads * (latent.nope_dim + latent.value_dim))
         self.core_attention = core(config, layer_number)
         self.linear_proj = RowParallelLinear(
-            arch.num_heads * latent.value_dim, hidden, config=config, init_method=nn.Identity(), bias=False,
+            latent.heads * latent.value_dim, hidden, config=config, init_method=nn.Identity(), bias=False,
             input_is_parallel=True, skip_bias_add=True, tp_group=self.tp,
         )  # fmt: skip
+
+    @classmethod
+    def fill(cls, layer: Any, kind: Latent, mesh: Mesh, options: BuildOptions) -> None:
+        fill_attention(layer, cls, kind, options, core=core_attention(kind, mesh, options))
 
     def forward(
         self, hidden: Tensor, attention_mask=None, *, rotary_pos_emb: Tensor, packed_seq_params, **unused

@@ -1,14 +1,24 @@
 """The norm of every layer."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
+from torch.nn.functional import rms_norm, silu
 
-from isoloss.parallel.ops.fused import Fused, precise
+from isoloss.models.mcore.layer_config import BuildOptions
+from isoloss.parallel.ops.fused import Function, Fused, precise
+from isoloss.parallel.ops.row_blocks import by_slabs
+
+
+def norm_class(options: BuildOptions) -> type:
+    """Return the norm for a slot whose norm no projection owns."""
+    return TENorm if options.te else RMSNorm
 
 
 class RMSNorm(nn.Module):
@@ -96,7 +106,7 @@ class _JointNorm(torch.autograd.Function):
 
 @Fused
 def sum_of_squares(x: Tensor) -> Tensor:
-    """Of each row, [..., 1], in at least fp32."""
+    """Return the sum of squares of each row, [..., 1], in at least fp32."""
     return precise(x).square().sum(-1, keepdim=True)
 
 
@@ -107,18 +117,18 @@ def scaled(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 @Fused
 def sum_along_the_norm(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """This rank's part of what a row's scale receives, [..., 1]."""
+    """Return this rank's part of the sum that a row's scale receives, [..., 1]."""
     return (precise(grad) * weight * (precise(x) * scale)).sum(-1, keepdim=True)
 
 
 @Fused
 def joint_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, mean: Tensor) -> Tensor:
-    """mean: of `sum_along_the_norm` of all ranks, over all channels."""
+    """Return the gradient of `x`. mean: `sum_along_the_norm` summed over ranks, divided by the number of channels."""
     return (scale * (precise(grad) * weight - precise(x) * scale * mean)).to(x.dtype)
 
 
 def scale_of(x: Tensor, eps: float) -> Tensor:
-    """What the norm multiplies each row by, [..., 1], in at least fp32; a part of a kernel."""
+    """Return the norm's factor of each row, [..., 1], in at least fp32; a part of a kernel."""
     return torch.rsqrt(precise(x).square().mean(-1, keepdim=True) + eps)
 
 
@@ -198,3 +208,56 @@ def weight_gradient(grad_normed: Tensor, x: Tensor, weight: Tensor, scale: Tenso
 def of_torch(grad_normed: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     backward = torch.ops.aten._fused_rms_norm_backward
     return backward(grad_normed, x, weight.shape, scale, weight, [False, True])[1]
+
+
+# ---- A norm with a gate, in the output of Gated DeltaNet (arXiv:2412.06464). On a GPU one kernel forth and one back;
+# on a CPU op by op, over a few rows at a time. Both keep their inputs alone.
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, one_kernel: bool = True) -> Tensor:
+    """norm(x) * weight * silu(gate), of the type of x. x, gate: [rows, heads, width]; each head is normed by itself."""
+    return _GatedNorm.apply(x, gate, weight, eps, one_kernel)
+
+
+class _GatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gate, weight, eps, one_kernel):
+        ctx.save_for_backward(x, gate, weight)
+        ctx.eps, ctx.one_kernel = eps, one_kernel
+        forth = gated_norm_forward if one_kernel else gated_norm_forward.op_by_op
+        return by_slabs(lambda x, gate: (forth(x, gate, weight, eps),), x, gate)[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, gate, weight = ctx.saved_tensors
+        back = gated_norm_backward if ctx.one_kernel else gated_norm_backward.op_by_op
+        back = partial(_with_gradient_of_weight, back, weight, ctx.eps)
+        grad_x, grad_gate, grad_weight = by_slabs(back, grad, x, gate)
+        grad_weight = grad_weight[0] if len(grad_weight) == 1 else grad_weight.sum(0)
+        return grad_x, grad_gate, grad_weight, None, None
+
+
+def _with_gradient_of_weight(
+    back: Function, weight: Tensor, eps: float, grad: Tensor, x: Tensor, gate: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `x`, of the gate and of the weight, the last as one row, as each slab has its own."""
+    grad_x, grad_gate, grad_normed, scale = back(grad, x, gate, weight, eps)
+    return grad_x, grad_gate, weight_gradient(grad_normed, x, weight, scale)[None]
+
+
+@Fused
+def gated_norm_forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return (precise(x) * scale_of(x, eps) * precise(weight) * silu(precise(gate))).to(x.dtype)
+
+
+@Fused
+def gated_norm_backward(
+    grad: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of x, of the gate and of the norm, and the norm's factor of each head."""
+    scale, open_, grad_precise = scale_of(x, eps), precise(gate), precise(grad)
+    grad_normed = grad_precise * silu(open_)
+    grad_opened = grad_precise * (precise(x) * scale * precise(weight))
+    grad_gate = torch.ops.aten.silu_backward(grad_opened, open_)
+    grad_x = through_norm(grad_normed, x, weight, scale, 0.0)
+    return grad_x.to(x.dtype), grad_gate.to(gate.dtype), grad_normed.to(x.dtype), scale

@@ -9,23 +9,10 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from isoloss.models.mcore.layers.norm import RMSNorm, scale_of, through_norm, weight_gradient
 from isoloss.parallel.ops.fused import Fused, precise
-
-
-class ResidualNormLayer(TransformerLayer):
-    """Megatron's layer, with both slots given to its norm if that is a ResidualNorm.
-
-    A norm that is computed again in the backward (`recompute_modules=[layernorm]`) is a step of its own.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        if isinstance(self.pre_mlp_layernorm, ResidualNorm) and not self.recompute_pre_mlp_layernorm:
-            self.self_attn_bda = self.pre_mlp_layernorm.add
 
 
 class ResidualNorm(RMSNorm):
@@ -36,7 +23,7 @@ class ResidualNorm(RMSNorm):
         self._computed: tuple[Tensor, Tensor] | None = None  # from `add` to the norm that follows it
 
     def add(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
-        """What adds, in Megatron's slot for a bias, dropout and the residual stream. Dropout is 0 (`build`)."""
+        """Return the addition for Megatron's slot of bias, dropout and residual stream. Dropout is 0 (`build`)."""
         one_by_one = get_bias_dropout_add(training, fused)
 
         def added(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:

@@ -23,8 +23,8 @@ from isoloss.parallel.runtime.upload import upload
 class FusedAttention(TEDotProductAttention):
     """Megatron-Core's `core_attention` slot. Which kernel exchanges tokens is `config.cp_comm_type`.
 
-    scale: of the logits.
-    window: how many tokens a token sees, itself included; None: all before it.
+    scale: factor of the logits.
+    window: number of tokens that a token sees, itself included; None: all before it.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class FusedAttention(TEDotProductAttention):
 
 @lru_cache(maxsize=16)
 def packed_documents(lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:
-    """Where the documents of a *whole* row begin, on the device; all layers of a micro-batch ask for the same.
+    """Return the starts of the documents of a *whole* row, on the device; all layers of a micro-batch share them.
 
     Padding counts as the end of its document, which under a causal mask no token before it sees. So there is no padding
     between documents, with which Transformer Engine would rule out FlashAttention.

@@ -9,8 +9,9 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.weights.hf_checkpoint import WeightSource
-from isoloss.models.weights.weight_map import VALUE_HEAD, Weight
+from isoloss.models.weights.weight_map import VALUE_HEAD
 from isoloss.parallel.collectives import sum_parts
 
 
@@ -35,7 +36,7 @@ class ValueHead(nn.Module):
         return sum_parts(mine @ self.weight[0].to(dtype), self.tp_group)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Mapping | None = None):
-        """As Megatron's checkpoints want it."""
+        """Return the sharded weights in the form of Megatron's checkpoints."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 1}, sharded_offsets)
 

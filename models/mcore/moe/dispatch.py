@@ -45,11 +45,11 @@ class Groups:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which token each row is of.
+    """The token and expert of each row.
 
-    pair_R: of the row's token and expert, among all pairs. token_R: the token of it.
-    row_ZX: where the rows of a token are.
-    ends_E: where the rows of each expert end, int32.
+    pair_R: index of the row's (token, expert) among all pairs. token_R: index of the row's token.
+    row_ZX: indices of each token's rows.
+    ends_E: end of each expert's rows, int32.
     """
 
     pair_R: Tensor
@@ -93,10 +93,10 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Bound:
-    """How many rows a message of a micro-batch has room for.
+    """A bound on the rows of each message of a micro-batch.
 
-    share: times the even share of the rows of a rank.
-    tokens: of the rank that has most of them, among all ranks of the micro-batch.
+    share: factor of the even share of a rank's rows.
+    tokens: largest number of tokens of any rank of the micro-batch.
     lost: 0-d fp64 on the device; the rows that had no room are added to it.
     """
 
@@ -105,7 +105,7 @@ class Bound:
     lost: Tensor
 
     def room(self, chosen: int, experts: int, ranks: int) -> int:
-        """chosen: experts of a token. experts: of each of `ranks` EP ranks."""
+        """Return the number of rows. chosen: experts of a token. experts: number on each of `ranks` EP ranks."""
         even = math.ceil(self.share * self.tokens * chosen / ranks)
         return min(-(-even // MULTIPLE) * MULTIPLE, self.tokens * min(chosen, experts))
 
@@ -117,10 +117,10 @@ MULTIPLE = 8  # of rows
 class Slots:
     """Places in messages of one size; known when a pass over the row is repeated.
 
-    sent: what is in the places of this rank's messages, as if they were its rows: any row in those that are free.
-    place_R: what is in the places that this rank received, as rows by expert, free places last.
-    row_R1: in which of those rows each place is.
-    ends_E: where each of these experts' rows end, int32.
+    sent: rows in the places of this rank's messages; a free place holds any row.
+    place_R: index of the received place of each row; rows are sorted by expert, free places last.
+    row_R1: index of the row of each place, the inverse of `place_R`.
+    ends_E: end of each local expert's rows, int32.
     """
 
     sent: Rows
@@ -150,7 +150,7 @@ def rows_by_expert(chosen_ZX: Tensor, num_experts: int) -> Rows:
 
 
 def sizes_of(rows: Rows, groups: Groups) -> Sizes:
-    """Collectives: one all-gather of counts over all ranks that share experts. The host waits for it."""
+    """Return the sizes of messages. Collectives: one all-gather of counts over `groups.both`; the host waits for it."""
     num_ep, num_etp, counts = groups.ep.size(), groups.etp.size(), _counts(rows, groups)
     of_mine = counts[:, :, groups.ep.rank()].transpose(0, 1).flatten(0, 1)
     ends_E = of_mine.sum(0).cumsum(0).to(torch.int32)
@@ -166,7 +166,7 @@ def sizes_of(rows: Rows, groups: Groups) -> Sizes:
 
 
 def _counts(rows: Rows, groups: Groups) -> Tensor:
-    """Of senders [ep, etp], of receivers and their experts. Collectives: one all-gather."""
+    """Return the rows of each sender for each EP rank's experts, [ep, etp, ep, E]. Collectives: one all-gather."""
     counts_E = rows.ends_E.diff(prepend=rows.ends_E.new_zeros(1))
     num_ep, num_etp, num_experts = groups.ep.size(), groups.etp.size(), len(counts_E)
     counts = counts_E.new_empty(num_ep * num_etp * num_experts)
@@ -175,7 +175,7 @@ def _counts(rows: Rows, groups: Groups) -> Tensor:
 
 
 def slots_of(rows: Rows, bound: Bound, groups: Groups) -> Slots:
-    """Adds what has no room to `bound.lost`. Collectives: as `sizes_of`; the host waits for nothing."""
+    """Return the slots; rows without room are added to `bound.lost`. Collectives: as `sizes_of`; no wait."""
     counts = _counts(rows, groups)
     num_ep, _, _, num_experts = counts.shape
     room = bound.room(rows.row_ZX.shape[1], num_experts, num_ep)
@@ -199,7 +199,7 @@ def slots_of(rows: Rows, bound: Bound, groups: Groups) -> Slots:
 
 
 def to_host(counts: Tensor, rows: int) -> np.ndarray:
-    """The one wait. rows: that this rank sends, for a dry run, which makes up the rest."""
+    """Copy counts to the host, the one wait. rows: number of rows sent, for a dry run, which makes up the rest."""
     del rows
     return counts.cpu().numpy()
 
@@ -232,7 +232,7 @@ def from_experts(output_RD: Tensor, rows: Rows, sizes: Sizes | Slots | None, gro
 
 
 def _summed_over_etp(returned: Tensor, groups: Groups, gathered: list[int] | None) -> Tensor:
-    """Of the parts that ETP ranks have, in at least fp32. gathered: rows of each; None: of all the same number."""
+    """Sum the parts of the ETP ranks in at least fp32. gathered: number of rows of each rank; None: equal numbers."""
     if groups.etp.size() == 1:
         return returned
     wide = reduce_scatter_to_sequence_parallel_region(precise(returned), group=groups.etp, input_split_sizes=gathered)
@@ -240,7 +240,7 @@ def _summed_over_etp(returned: Tensor, groups: Groups, gathered: list[int] | Non
 
 
 def _regrouped(rows: Tensor, chunks: np.ndarray) -> Tensor:
-    """Chunks in the order [a, b], of so many rows each, in the order [b, a]."""
+    """Return chunks that stand in the order [a, b], with these numbers of rows, in the order [b, a]."""
     if 1 in chunks.shape:
         return rows
     parts = rows.split(chunks.ravel().tolist())

@@ -11,11 +11,15 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor, nn
 
-from isoloss.models.mcore.layers.residual_norm import ResidualNormLayer
+from isoloss.models.kinds.experts import Experts
+from isoloss.models.mcore.compat import AnyLayer, of_class, submodules_of
+from isoloss.models.mcore.layer_config import BuildOptions
+from isoloss.models.mcore.layers.activations import ACTIVATIONS
 from isoloss.models.mcore.moe import grouped_experts
 from isoloss.models.mcore.moe.dispatch import (
     Bound,
@@ -28,7 +32,10 @@ from isoloss.models.mcore.moe.dispatch import (
     slots_of,
     to_experts,
 )
+from isoloss.models.mcore.moe.grouped_experts import WEIGHTED, LocalExperts
+from isoloss.models.mcore.moe.router import Router
 from isoloss.models.mcore.moe.router_losses import RoutedTokens
+from isoloss.parallel import Mesh
 from isoloss.parallel.attention import PackedRow
 
 
@@ -36,22 +43,14 @@ from isoloss.parallel.attention import PackedRow
 class RoutedRow(PackedRow):
     """A packed row whose tokens the routers know.
 
-    tokens: None where nobody asks them for more than experts.
-    bound: of the messages between experts; None: they have the sizes that they need.
-    sizes: of these messages, by layer: a forward that is repeated finds those of the first time.
+    tokens: routing data of the tokens; None where only experts are chosen.
+    bound: limit of the messages between experts; None: messages of exact size.
+    sizes: sizes of these messages by layer; a repeated forward reuses the first one's.
     """
 
     tokens: RoutedTokens | None = None
     bound: Bound | None = None
     sizes: dict[int, Sizes | Slots] = field(default_factory=dict)
-
-
-class ExpertTransformerLayer(ResidualNormLayer):
-    """Hands the row to the MLP, in Megatron's slot for a padding mask."""
-
-    def forward(self, *args, packed_seq_params: RoutedRow, **kwargs):
-        kwargs["padding_mask"] = packed_seq_params
-        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
 def _gate_on_the_device(shared: Any) -> None:
@@ -84,6 +83,21 @@ class ExpertLayer(MoELayer):
         self._groups = Groups(dispatcher.ep_group, dispatcher.tp_group, dispatcher.tp_ep_group)
         self._dispatches = type(dispatcher) is MoEAlltoAllTokenDispatcher
 
+    @classmethod
+    def fill(cls, layer: Any, kind: Experts, mesh: Mesh, options: BuildOptions) -> None:
+        mlp = submodules_of(layer.mlp)
+        mlp.router = partial(Router, experts=kind)
+        experts = submodules_of(mlp.experts)
+        experts.activation_func = submodules_of(mlp.shared_experts).activation_func = ACTIVATIONS[kind.activation]
+        if not options.te:
+            if kind.bias:
+                experts.linear_fc2 = _BiasedExpertOutput
+            weighted = WEIGHTED.get(kind.activation) if options.kernels.grouped_experts else None
+            mlp.experts = of_class(mlp.experts, LocalExperts, weighted=weighted)
+        # Not a ModuleSpec: Megatron gives the groups of one to its own MoE layer only, and warns of any other.
+        params = {"pg_collection": mesh.megatron, "recompute_experts": options.memory.recomputes_experts}
+        layer.mlp = AnyLayer(module=cls, submodules=mlp, params=params)
+
     def forward(self, hidden_states: Tensor, intermediate_tensors=None, padding_mask: RoutedRow | None = None):
         assert intermediate_tensors is None and padding_mask is not None  # the first is of CUDA graphs
         compute = partial(self._compute, row=padding_mask)
@@ -93,17 +107,21 @@ class ExpertLayer(MoELayer):
 
     def _compute(self, hidden_states: Tensor, row: RoutedRow) -> tuple[Tensor, None]:
         shared = self.shared_experts_compute(hidden_states)
-        weights_ZE, chosen_ZE, chosen_ZX = self.router(hidden_states, row.tokens)
+        output = self._routed(hidden_states, self.router(hidden_states, row.tokens), row)
+        return output if shared is None else output + shared, None
+
+    def _routed(self, hidden_states: Tensor, routed: tuple[Tensor, Tensor, Tensor], row: RoutedRow) -> Tensor:
+        """For each token the weighted sum over its experts. routed: what the router returns."""
+        weights_ZE, chosen_ZE, chosen_ZX = routed
         if self._dispatches and getattr(self.experts, "grouped", False) and grouped_experts.on_gpu(hidden_states):
-            output = self._by_rows(hidden_states, weights_ZE.gather(1, chosen_ZX), chosen_ZX, row)
-            return output if shared is None else output + shared, None
+            return self._by_rows(hidden_states, weights_ZE.gather(1, chosen_ZX), chosen_ZX, row)
         dispatcher = self.token_dispatcher
         dispatched = self.dispatch(*self.preprocess(hidden_states, weights_ZE, chosen_ZE))
         received, counts, weights = dispatcher.dispatch_postprocess(*dispatched)
         output = dispatcher.combine_preprocess(self._run_experts(received, counts, weights))
-        output = self.postprocess(self.combine(output), shared)
+        output = self.postprocess(self.combine(output), None)
         self._forget()
-        return output, None
+        return output
 
     def _run_experts(self, rows: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
         def run(rows: Tensor, weights: Tensor) -> Tensor:
@@ -126,9 +144,17 @@ class ExpertLayer(MoELayer):
         return from_experts(output_RD, rows, sizes, groups).view_as(hidden_states)
 
     def _forget(self) -> None:
-        """What the dispatcher holds of the tokens that it sent, and with it the graph of their weights: its backward
-        needs none of it, and it would stay until the layer's next forward."""
+        """Drop the dispatcher's tensors of the tokens sent, and with them the graph of their weights: the backward
+        needs none of them, and they would stay until the layer's next forward."""
         dispatcher = self.token_dispatcher
         for name in ("probs", "routing_map", "reversed_local_input_permutation_mapping", "tokens_per_expert"):
             if hasattr(dispatcher, name):
                 setattr(dispatcher, name, None)
+
+
+class _BiasedExpertOutput(RowParallelLinear):
+    """Megatron's MLP adds an expert's bias in place to what this returns, which autograd forbids on its own output."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(x)
+        return output.clone(), bias

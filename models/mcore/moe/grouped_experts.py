@@ -12,30 +12,31 @@ columns of any of their matrices.
 # pyright: reportAttributeAccessIssue=false
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, silu
 
-from isoloss.models.mcore.arrival import wait_for_weights
+from isoloss.models.mcore.layers.activations import gelu_factor, gelu_slope
 from isoloss.parallel.ops.fused import Fused, precise
 
 ALIGNED = 8  # bf16 numbers in 16 bytes
 
 
-class Experts(SequentialMLP):
+class LocalExperts(SequentialMLP):
     """Megatron's experts of a rank, one after the other.
 
-    grouped: `at_once` may do the same, where `on_gpu`. To be asked for only where the activation is SwiGLU.
+    weighted: the kernels of their activation, with which `at_once` may do the same, where `on_gpu`; None: it may not.
     """
 
     local_experts: Any
 
-    def __init__(self, *args: Any, grouped: bool, **kwargs: Any):
+    def __init__(self, *args: Any, weighted: "Weighted | None", **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.grouped = grouped and _fits(self.local_experts[0])
+        self._weighted = weighted
+        self.grouped = weighted is not None and _fits(self.local_experts[0])
 
     def forward(self, rows_RD: Tensor, tokens_per_expert: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.grouped and on_gpu(rows_RD):
@@ -52,19 +53,27 @@ class Experts(SequentialMLP):
         again: bool,
         empty: Sequence[int] | None = None,
     ) -> Tensor:
-        """The weighted outputs, [R, D].
+        """Return the weighted outputs, [R, D].
 
         rows_RD: sorted by expert.
-        weights_R: what each counts.
-        ends_E: where each expert's rows end, int32 on the device.
-        again: compute gate and up again in the backward, and do not keep them.
-        empty: which experts have no rows; None: the host does not know.
+        weights_R: weight of each row.
+        ends_E: end of each expert's rows, int32 on the device.
+        again: recomputation of gate and up in the backward, instead of keeping them.
+        empty: experts without rows; None: unknown to the host.
         """
         inner = [expert.linear_fc1 for expert in self.local_experts]
         outer = [expert.linear_fc2 for expert in self.local_experts]
         wait_for_weights(*inner, *outer)
         matrices = [module.weight for module in (*inner, *outer)]
-        return _Experts.apply(rows_RD, weights_R, ends_E, again, empty, *matrices)
+        return _Experts.apply(rows_RD, weights_R, ends_E, again, empty, self._weighted, *matrices)
+
+
+def wait_for_weights(*modules: nn.Module) -> None:
+    """Wait for weights that a forward pass reads without calling their module. After a step they may still be in flight
+    from other ranks (engine/step/optimizer.py, `Gather`), and a module's forward pre-hook waits for its own."""
+    for module in modules:
+        for hook in module._forward_pre_hooks.values():
+            hook(module, ())
 
 
 def on_gpu(hidden: Tensor) -> bool:
@@ -80,12 +89,12 @@ def _fits(expert: Any) -> bool:
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_RD, weights_R, ends_E, again, empty, *matrices):
+    def forward(ctx, rows_RD, weights_R, ends_E, again, empty, weighted, *matrices):
         inner, outer = _halves(matrices)
         wide_RI = _times(rows_RD, torch.stack(inner).mT, ends_E)
-        output_RD = _times(weighted_swiglu(wide_RI, weights_R), torch.stack(outer).mT, ends_E)
+        output_RD = _times(weighted.forward(wide_RI, weights_R), torch.stack(outer).mT, ends_E)
         ctx.save_for_backward(rows_RD, weights_R, ends_E, *(() if again else (wide_RI,)))
-        ctx.matrices, ctx.empty = matrices, empty
+        ctx.matrices, ctx.empty, ctx.weighted = matrices, empty, weighted
         return output_RD
 
     @staticmethod
@@ -95,12 +104,12 @@ class _Experts(torch.autograd.Function):
         inner_ENK, grad_RD = torch.stack(inner), grad_RD.contiguous()
         wide_RI = kept[0] if kept else _times(rows_RD, inner_ENK.mT, ends_E)
         grad_RI = _times(grad_RD, torch.stack(outer), ends_E)
-        active_RI, grad_weights_R = weighted_swiglu_again(wide_RI, weights_R, grad_RI)
-        grad_wide_RI = weighted_swiglu_backward(wide_RI, weights_R, grad_RI)
+        active_RI, grad_weights_R = ctx.weighted.again(wide_RI, weights_R, grad_RI)
+        grad_wide_RI = ctx.weighted.backward(wide_RI, weights_R, grad_RI)
         of_outer = _of_matrices(grad_RD, active_RI, ends_E, ctx.empty, outer)
         of_inner = _of_matrices(grad_wide_RI, rows_RD, ends_E, ctx.empty, inner)
         grad_rows_RD = _times(grad_wide_RI, inner_ENK, ends_E)
-        return grad_rows_RD, grad_weights_R, None, None, None, *of_inner, *of_outer
+        return grad_rows_RD, grad_weights_R, None, None, None, None, *of_inner, *of_outer
 
 
 def _halves(matrices: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -118,12 +127,12 @@ def _times(rows: Tensor, matrices: Tensor, ends_E: Tensor) -> Tensor:
 def _of_matrices(
     grad: Tensor, rows: Tensor, ends_E: Tensor, empty: Sequence[int] | None, matrices: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """The gradients of an expert's matrices, whose rows gave those of `grad`: [R, N] and [R, K] give [E, N, K].
+    """Return the gradients of the experts' matrices from output gradients [R, N] and input rows [R, K]: [E, N, K].
 
     An expert without rows gets 0. The product leaves there what was in the memory before, on some GPUs
     (pytorch/pytorch#172439). Where the host knows which they are, nothing passes over the gradients of the others.
-    Where Megatron keeps sums of gradients (`main_grad`) they are added to those, and what is returned only tells it so,
-    as the gradients of its own layers do.
+    Where Megatron keeps sums of gradients (`main_grad`) the gradients are added there, as by Megatron's own layers, and
+    `grad_added_to_main_grad` is set.
     """
     if not matrices[0].requires_grad:
         return [None] * len(matrices)
@@ -159,12 +168,16 @@ def weighted_swiglu(wide_RI: Tensor, weights_R: Tensor) -> Tensor:
 
 @Fused
 def weighted_swiglu_again(wide_RI: Tensor, weights_R: Tensor, grad_RI: Tensor) -> tuple[Tensor, Tensor]:
-    """What `weighted_swiglu` gave, which nobody kept, and the gradient of the weights: sums over the loop that gives
-    it. The gradient of gate and up runs over both, and is a kernel of its own."""
+    """Recompute the output of `weighted_swiglu`, and in the same loop the gradient of the weights. The gradient of gate
+    and up runs over both, and is a kernel of its own."""
     width = grad_RI.shape[1]  # of one name for the compiler, which else makes a loop of each
     gate_RI, up_RI = precise(wide_RI[:, :width]), precise(wide_RI[:, width:])
-    active_RI = silu(gate_RI) * up_RI
-    output_RI = (active_RI * precise(weights_R)[:, None]).to(wide_RI.dtype)
+    return _weighted(silu(gate_RI) * up_RI, weights_R, grad_RI)
+
+
+def _weighted(active_RI: Tensor, weights_R: Tensor, grad_RI: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows times their weights, and the gradient of the weights. A part of a kernel."""
+    output_RI = (active_RI * precise(weights_R)[:, None]).to(grad_RI.dtype)
     return output_RI, (precise(grad_RI) * active_RI).sum(1).to(weights_R.dtype)
 
 
@@ -176,3 +189,43 @@ def weighted_swiglu_backward(wide_RI: Tensor, weights_R: Tensor, grad_RI: Tensor
     weighted_RI = precise(grad_RI) * precise(weights_R)[:, None]
     grad_gate_RI = weighted_RI * up_RI * sigmoid_RI * (1 + gate_RI * (1 - sigmoid_RI))
     return torch.cat([grad_gate_RI, weighted_RI * gate_RI * sigmoid_RI], -1).to(wide_RI.dtype)
+
+
+@Fused
+def weighted_geglu(wide_RI: Tensor, weights_R: Tensor) -> Tensor:
+    """Return gelu(gate) * up * weight, rounded once, with GELU's approximation by tanh."""
+    gate_RI, up_RI = precise(wide_RI).chunk(2, dim=-1)
+    return (gate_RI * gelu_factor(gate_RI) * up_RI * precise(weights_R)[:, None]).to(wide_RI.dtype)
+
+
+@Fused
+def weighted_geglu_again(wide_RI: Tensor, weights_R: Tensor, grad_RI: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `weighted_swiglu_again` does, for `weighted_geglu`."""
+    width = grad_RI.shape[1]
+    gate_RI, up_RI = precise(wide_RI[:, :width]), precise(wide_RI[:, width:])
+    return _weighted(gate_RI * gelu_factor(gate_RI) * up_RI, weights_R, grad_RI)
+
+
+@Fused
+def weighted_geglu_backward(wide_RI: Tensor, weights_R: Tensor, grad_RI: Tensor) -> Tensor:
+    """Return the gradient of gate and up."""
+    gate_RI, up_RI = precise(wide_RI).chunk(2, dim=-1)
+    factor_RI = precise(grad_RI) * gelu_factor(gate_RI)
+    grad_gate_RI = (factor_RI + factor_RI * gelu_slope(gate_RI)) * up_RI
+    # The weights come last: a compiler makes two kernels of more inputs to `cat`.
+    grad_wide_RI = torch.cat([grad_gate_RI, factor_RI * gate_RI], -1) * precise(weights_R)[:, None]
+    return grad_wide_RI.to(wide_RI.dtype)
+
+
+class Weighted(NamedTuple):
+    """A gated activation of rows, times the weight of each, and its gradients."""
+
+    forward: Fused
+    again: Fused
+    backward: Fused
+
+
+WEIGHTED = {
+    "swiglu": Weighted(weighted_swiglu, weighted_swiglu_again, weighted_swiglu_backward),
+    "geglu": Weighted(weighted_geglu, weighted_geglu_again, weighted_geglu_backward),
+}

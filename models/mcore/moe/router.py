@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from isoloss.models.architecture import Experts
+from isoloss.models.kinds.experts import Experts
 from isoloss.models.mcore.moe.router_losses import TINY, RoutedTokens, Routing
 
 
@@ -49,7 +49,7 @@ class Router(MegatronModule):
         self.register_buffer("load_E", load_E, persistent=False)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Megatron tells its modules their place."""
+        """Set the place of the layer: Megatron calls this."""
         self.layer = layer_number
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class Router(MegatronModule):
 
 
 def routers(chunks: Sequence[nn.Module]) -> Iterator[Router]:
-    """Those of this rank's model chunks, in model order."""
+    """Return the routers of this rank's model chunks, in model order."""
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router))
 
 
@@ -93,8 +93,8 @@ def route(logits_ZE: Tensor, experts: Experts, selection_bias_E: Tensor | None) 
 
 
 def selection_margin(logits_ZE: Tensor, experts: Experts, selection_bias_E: Tensor | None) -> Tensor:
-    """How far each token is from choosing other experts, [Z]: the difference in ranking between the last expert chosen
-    and the first one that is not, or between the last group and the first, where that is smaller."""
+    """Return the margin by which each token chose its experts, [Z]: the difference in ranking between the last expert
+    chosen and the first one that is not, or the same difference of groups, where that is smaller."""
     scores_ZE = _scores(logits_ZE, experts)
     ranking_ZE = scores_ZE if selection_bias_E is None else scores_ZE + selection_bias_E
     margin_Z = _gap(_in_best_groups(ranking_ZE, experts), experts.top_k)

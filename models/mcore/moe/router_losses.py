@@ -24,11 +24,11 @@ TINY = 1e-20  # sigmoid scores may all underflow
 
 @dataclass(frozen=True)
 class Routing:
-    """What a router made of its tokens, in at least fp32.
+    """A router's output for its tokens, in at least fp32.
 
     scores_ZE: softmax or sigmoid of the logits.
     chosen_ZX: the chosen experts.
-    weights_ZX: what their outputs count.
+    weights_ZX: weights of the chosen experts' outputs.
     """
 
     logits_ZE: Tensor
@@ -38,7 +38,7 @@ class Routing:
 
     @property
     def chosen_ZE(self) -> Tensor:
-        """bool."""
+        """Return a bool mask of the chosen experts."""
         return torch.zeros_like(self.logits_ZE, dtype=torch.bool).scatter(1, self.chosen_ZX, True)
 
 
@@ -50,7 +50,7 @@ class RoutedTokens:
     members_SP: 1 where a document goes through a piece, else 0, fp64.
     length_S, start_S: tokens of each document, int64, and where it begins in the concatenation of all of the step.
     row: the ranks that share the row, tp x context.
-    router_losses: what the routers add to the loss; None: nothing.
+    router_losses: terms that the routers add to the loss, or None.
     """
 
     piece_Z: Tensor
@@ -71,12 +71,12 @@ class RoutedTokens:
 
     @property
     def documents_Z(self) -> Tensor:
-        """How many documents each token belongs to, int64."""
+        """Return the number of documents that each token belongs to, int64."""
         return self.of_pieces(self.members_SP.sum(0)).to(torch.int64)
 
 
 def sequence_balance(routing: Routing, tokens: RoutedTokens) -> Tensor:
-    """What each token adds to its document's balance loss, [Z]; the mean over its documents where it has several.
+    """Compute each token's term of its document's balance loss, [Z]; the mean over its documents where it has several.
 
     The loss of a document is sum_e f_e P_e (DeepSeek-V3, arXiv:2412.19437, eq. 17-20): f_e = E / (X length) * (how many
     of its tokens chose e), without gradient, and P_e the mean over its tokens of e's share of a token's scores.
@@ -109,7 +109,7 @@ class RouterLoss:
 
     per_token: [Z], not yet weighted.
     aggregation: makes the weights, alike for all tokens of a document.
-    name: what the metrics call the sum, without the coefficient.
+    name: name in the metrics of the sum, without the coefficient.
     """
 
     name: str
@@ -119,10 +119,10 @@ class RouterLoss:
 
 
 class RouterLosses:
-    """What the routers of this rank do in one pass over a step, besides routing.
+    """The losses of this rank's routers in one pass over a step.
 
     weights_AO: the weight of every token of the step in each loss, fp64.
-    counts: what the weights of each loss add up to.
+    counts: totals of the weights of each loss.
     sums_A, consumed_A: the losses so far, without coefficients, and the weights that went into them; fp64.
     """
 

@@ -19,8 +19,7 @@ from isoloss.engine.config.schema import (
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.parallel import Layout
 from isoloss.tools.prove.parity import Case
-from isoloss.tools.prove.proof import on_layout
-from isoloss.tools.prove.synthetic_rollouts import rollout_fields
+from isoloss.tools.prove.proof import on_layout, rollout_fields
 from support.covering.kinds import KINDS
 from support.covering.rows import Row
 from support.covering.steps import Trial

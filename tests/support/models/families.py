@@ -141,6 +141,9 @@ SPARSE: dict[str, Row] = {
         },
     }),
 }  # fmt: skip
+SPARSE["gemma-4-moe"] = (Gemma4TextConfig, DENSE["gemma-4"][1] | {
+    "enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 28,
+})  # fmt: skip
 MODELS = DENSE | SPARSE
 # One row of each architecture: without those that say of one what another row does not.
 FAMILIES = tuple(name for name in MODELS if name not in ("qwen2-yarn", "qwen3-moe-unnormalized", "deepseek-v3-plain"))

@@ -8,16 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoloss.models.architecture import Architecture, GatedDelta
+from isoloss.models.architecture import Architecture
+from isoloss.models.kinds.gated_delta import GatedDelta
 from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.models.mcore.build import layer_spec, transformer_config
-from isoloss.models.mcore.kernels import ALL
+from isoloss.models.mcore.layer_config import BuildOptions
 from isoloss.models.mcore.layers.gated_delta_net import GatedDeltaNet
-from isoloss.models.rope import Rope
 from isoloss.parallel import Layout, Mesh
 from isoloss.parallel.attention import PackedRow
 from isoloss.parallel.head_exchange import HeadExchange
 from isoloss.parallel.sequence import own_tokens
+from support.models.decoders import decoder, with_attentions
 
 Weights = dict[str, Tensor]
 STORED = ActivationMemory()
@@ -41,12 +42,14 @@ def token_by_token(query_TKD, key_TKD, value_THU, log_decay_TH, rate_TH, lengths
 
 def architecture(key_heads: int = 4, value_heads: int = 8) -> Architecture:
     """Sizes that all differ."""
-    delta = GatedDelta(key_heads, value_heads, key_dim=6, value_dim=5, conv_width=4, layers=(True,))
-    return Architecture(
-        family="test", num_layers=1, hidden_size=26, num_heads=8, num_kv_heads=8, head_dim=4, intermediate_size=16,
-        vocab_size=64, norm_eps=1e-6, rope=Rope(1e4), qkv_bias=False, qk_norm=False, tie_embeddings=False,
-        max_positions=512, dtype="float32", rotary_dim=4, delta=delta,
-    )  # fmt: skip
+    delta = GatedDelta(key_heads=key_heads, value_heads=value_heads, key_dim=6, value_dim=5, conv_width=4)
+    return with_attentions(decoder(1, 26, (8, 8, 4), 16, 64), [delta])
+
+
+def delta_of(arch: Architecture) -> GatedDelta:
+    (kind,) = arch.attentions
+    assert isinstance(kind, GatedDelta)
+    return kind
 
 
 @dataclass(frozen=True)
@@ -68,8 +71,7 @@ def random_case(lengths: tuple[int, ...], arch: Architecture, seed: int, **more)
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=random, dtype=torch.float64)
 
-    d = arch.delta
-    assert d is not None
+    d = delta_of(arch)
     keys, values, hidden = d.key_heads * d.key_dim, d.value_heads * d.value_dim, arch.hidden_size
     rows = {"query": keys, "key": keys, "value": values, "z": values, "beta": d.value_heads, "alpha": d.value_heads}
     weights = {f"in_proj.weight.{name}": normal(count, hidden) / hidden**0.5 for name, count in rows.items()}
@@ -92,8 +94,7 @@ def _cut(name: str, held: Tensor, arch: Architecture, ranks: int) -> Weights:
     """A parameter of a TP rank by its sections."""
     if name not in ("in_proj.weight", "conv1d.weight"):
         return {name: held}
-    d = arch.delta
-    assert d is not None
+    d = delta_of(arch)
     keys, values = d.key_heads * d.key_dim // ranks, d.value_heads * d.value_dim // ranks
     heads = d.value_heads // ranks
     sections = ("query", "key", "value", "z", "beta", "alpha")[: 3 if name == "conv1d.weight" else 6]
@@ -103,8 +104,9 @@ def _cut(name: str, held: Tensor, arch: Architecture, ranks: int) -> Weights:
 
 def build(arch: Architecture, mesh: Mesh, dtype=torch.float64, memory: ActivationMemory = STORED) -> GatedDeltaNet:
     """The layer that `layer_spec` puts into the slot of attention."""
-    config = transformer_config(arch, mesh.layout, dtype, (1,), memory)
-    submodules: Any = layer_spec(arch, mesh, 0, memory, ALL).submodules
+    options = BuildOptions(memory)
+    config = transformer_config(arch, mesh.layout, dtype, (1,), options)
+    submodules: Any = layer_spec(arch.layers[0], mesh, options).submodules
     spec = submodules.self_attention
     layer = spec.module(config, layer_number=1, pg_collection=mesh.megatron, **spec.params)
     for parameter in layer.parameters():

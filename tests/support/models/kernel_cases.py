@@ -10,9 +10,10 @@ from torch import Tensor
 
 import isoloss.models.mcore
 import isoloss.parallel
-from isoloss.models.mcore.layers import activations, gated_attention, gated_norm, norm, residual_norm, rotary
+from isoloss.models.mcore.layers import activations, grouped_attention, norm, residual_norm, rotary
 from isoloss.models.mcore.moe import dispatch, grouped_experts
-from isoloss.parallel.ops import block_attention, logits
+from isoloss.parallel.ops import block_attention
+from isoloss.parallel.ops import loss_head_kernels as loss_head
 from isoloss.parallel.ops.fused import Fused
 
 Inputs = Sequence[Any]
@@ -82,6 +83,15 @@ CASES: dict[str, tuple[Fused, Callable[[], Inputs]]] = {
         grouped_experts.weighted_swiglu_backward,
         lambda: (_bf16(ROWS, 2 * WIDTH), _draw(ROWS).abs(), _bf16(ROWS, WIDTH, seed=1)),
     ),
+    "weighted_geglu": (grouped_experts.weighted_geglu, lambda: (_bf16(ROWS, 2 * WIDTH), _draw(ROWS).abs())),
+    "weighted_geglu_again": (
+        grouped_experts.weighted_geglu_again,
+        lambda: (_bf16(ROWS, 2 * WIDTH), _draw(ROWS).abs(), _bf16(ROWS, WIDTH, seed=1)),
+    ),
+    "weighted_geglu_backward": (
+        grouped_experts.weighted_geglu_backward,
+        lambda: (_bf16(ROWS, 2 * WIDTH), _draw(ROWS).abs(), _bf16(ROWS, WIDTH, seed=1)),
+    ),
     "without_empty": (
         grouped_experts.without_empty,
         lambda: (_bf16(3, WIDTH, WIDTH), torch.tensor([4, 4, 9], dtype=torch.int32)),
@@ -109,19 +119,19 @@ CASES: dict[str, tuple[Fused, Callable[[], Inputs]]] = {
         ),
     ),
     "gated_norm_forward": (
-        gated_norm.gated_norm_forward,
+        norm.gated_norm_forward,
         lambda: (_bf16(ROWS, 2, WIDTH), _bf16(ROWS, 2, WIDTH, seed=1), _bf16(WIDTH, seed=2), 1e-6),
     ),
     "gated_norm_backward": (
-        gated_norm.gated_norm_backward,
+        norm.gated_norm_backward,
         lambda: (
             _bf16(ROWS, 2, WIDTH), _bf16(ROWS, 2, WIDTH, seed=1), _bf16(ROWS, 2, WIDTH, seed=2), _bf16(WIDTH, seed=3),
             1e-6,
         ),
     ),
-    "gate_forward": (gated_attention.gate_forward, lambda: (_bf16(ROWS, WIDTH), _bf16(ROWS, WIDTH, seed=1))),
+    "gate_forward": (grouped_attention.gate_forward, lambda: (_bf16(ROWS, WIDTH), _bf16(ROWS, WIDTH, seed=1))),
     "gate_backward": (
-        gated_attention.gate_backward,
+        grouped_attention.gate_backward,
         lambda: (_bf16(ROWS, WIDTH), _bf16(ROWS, WIDTH, seed=1), _bf16(ROWS, WIDTH, seed=2)),
     ),
     "union": (block_attention.union, lambda: (_draw(ROWS, HEADS), _draw(ROWS, HEADS, seed=1))),
@@ -129,18 +139,18 @@ CASES: dict[str, tuple[Fused, Callable[[], Inputs]]] = {
         block_attention.weighted,
         lambda: (_draw(ROWS, HEADS, WIDTH), _draw(ROWS, HEADS), _bf16(ROWS, HEADS, WIDTH), _draw(ROWS, HEADS, seed=1)),
     ),
-    "statistics": (logits.statistics, lambda: (3 * _draw(ROWS, COLUMNS), _targets(), 0.7, None, True)),
-    "statistics, capped": (logits.statistics, lambda: (3 * _draw(ROWS, COLUMNS), _targets(), 0.7, 5.0, True)),
+    "statistics": (loss_head.statistics, lambda: (3 * _draw(ROWS, COLUMNS), _targets(), 0.7, None, True)),
+    "statistics, capped": (loss_head.statistics, lambda: (3 * _draw(ROWS, COLUMNS), _targets(), 0.7, 5.0, True)),
     "gradient": (
-        logits.gradient,
+        loss_head.gradient,
         lambda: (3 * _draw(ROWS, COLUMNS), _targets(), _log_sum_exp(), _draw(ROWS), 1.0, None, torch.bfloat16),
     ),
     "gradient, capped": (
-        logits.gradient,
+        loss_head.gradient,
         lambda: (3 * _draw(ROWS, COLUMNS), _targets(), _log_sum_exp(), _draw(ROWS), 1.0, 5.0, torch.bfloat16),
     ),
     "gradient_with_entropy": (
-        logits.gradient_with_entropy,
+        loss_head.gradient_with_entropy,
         lambda: (
             3 * _draw(ROWS, COLUMNS), _targets(), _log_sum_exp(), _draw(ROWS), _draw(ROWS, seed=1).abs(),
             _draw(ROWS, seed=2), 1.0, 5.0, torch.bfloat16,

@@ -57,10 +57,9 @@ GEMMA_VISION = {
 }  # fmt: skip
 
 
-def write_gemma_4(folder: Path) -> Path:
+def write_gemma_4(folder: Path, text: str = "gemma-4") -> Path:
     """Tokens that stand for what is not text are outside of the vocabulary: they are embedded as padding."""
-    text = config("gemma-4", pad_token_id=0).to_dict()
-    whole = Gemma4Config(text_config=text, vision_config=GEMMA_VISION)
+    whole = Gemma4Config(text_config=config(text, pad_token_id=0).to_dict(), vision_config=GEMMA_VISION)
     torch.manual_seed(1)
     fill(Gemma4ForConditionalGeneration(whole)).save_pretrained(folder)
     return folder

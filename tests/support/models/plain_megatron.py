@@ -26,8 +26,13 @@ from torch import nn
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import read_architecture
+from isoloss.models.kinds.asymmetric import Asymmetric
+from isoloss.models.kinds.dense import Dense
+from isoloss.models.kinds.dense_and_experts import NORMS, DenseAndExperts
+from isoloss.models.kinds.gated_delta import GatedDelta
+from isoloss.models.kinds.latent import Latent
+from isoloss.models.kinds.mappings import ColumnParallel, Vocabulary
 from isoloss.models.weights.hf_checkpoint import HFReader
-from isoloss.models.weights.mappings import ColumnParallel, Vocabulary
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout, Mesh
 
@@ -107,13 +112,13 @@ class DifferingAttention(SelfAttention):
     """Megatron has one kind of attention in all layers; its own projections and core, in the sizes of each layer."""
 
     def __init__(self, config, submodules, layer_number, *, arch: Architecture, pg_collection=None, **options):
-        config, layer = copy.copy(config), layer_number - 1
-        config.num_query_groups, config.kv_channels = arch.kv_heads(layer), arch.key_dim(layer)
-        config.softmax_type = "learnable" if arch.has_sinks(layer) else "vanilla"
+        config, kind = copy.copy(config), arch.layers[layer_number - 1].attention
+        config.num_query_groups, config.kv_channels = kind.kv_heads, kind.head_dim
+        config.softmax_type = "learnable" if kind.sinks else "vanilla"
         super().__init__(config, submodules, layer_number, pg_collection=pg_collection, **options)
-        values = arch.num_heads * arch.value_dim(layer)
+        values = kind.heads * kind.value_dim
         rows = self.query_projection_size + self.kv_projection_size
-        rows += arch.kv_heads(layer) * arch.value_dim(layer) * arch.projects_values(layer)
+        rows += 0 if kind.keys_as_values else kind.kv_heads * kind.value_dim
         options = {"config": config, "init_method": config.init_method, "bias": False, "tp_group": pg_collection.tp}
         self.linear_qkv = ColumnParallelLinear(arch.hidden_size, rows, gather_output=False, **options)
         self.linear_proj = RowParallelLinear(
@@ -129,6 +134,18 @@ class SandwichLayer(TransformerLayer):
         for name in ("post_self_attn_layernorm", "post_mlp_layernorm"):
             setattr(self, name, WrappedTorchNorm(config, config.hidden_size, config.layernorm_epsilon))
         self.register_buffer("layer_scalar", torch.empty(1))
+
+
+class DenseAndExpertLayer(SandwichLayer):
+    """Megatron has one norm before its experts and its shared expert, and no scales in a router; their places."""
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self.pre_mlp_layernorm = nn.Identity()
+        for name in NORMS:
+            setattr(self.mlp, name, WrappedTorchNorm(config, config.hidden_size, config.layernorm_epsilon))
+        self.mlp.router.scale = nn.Parameter(torch.empty(config.hidden_size))
+        self.mlp.router.per_expert_scale = nn.Parameter(torch.empty(config.num_moe_experts))
 
 
 class JointNorm(nn.Module):
@@ -147,16 +164,23 @@ class JointNorm(nn.Module):
 
 def build(arch: Architecture, mesh: Mesh, padded_vocab: int) -> GPTModel:
     model_parallel_cuda_manual_seed(0, force_reset_rng=True)
-    moe, latent, layout = arch.experts, arch.latent, mesh.layout
+    moe, layout, attention = arch.experts, mesh.layout, arch.attentions[0]
+    latent = attention if isinstance(attention, Latent) else None
+    delta = next((kind for kind in arch.attentions if isinstance(kind, GatedDelta)), None)
+    joint = not latent and attention.qk_norm == "joint"
+    biased = not latent and attention.output_bias
+    width = next((layer.mlp.width for layer in arch.layers if isinstance(layer.mlp, Dense)), None)
     options = {
-        "num_layers": arch.num_layers, "hidden_size": arch.hidden_size, "num_attention_heads": arch.num_heads,
-        "num_query_groups": arch.num_kv_heads, "kv_channels": arch.head_dim, "ffn_hidden_size": arch.intermediate_size,
-        "normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": arch.linear_bias,
-        "add_qkv_bias": arch.qkv_bias, "qk_layernorm": bool(arch.qk_norm or latent), "use_cpu_initialization": True,
+        "num_layers": arch.num_layers, "hidden_size": arch.hidden_size, "num_attention_heads": attention.heads,
+        "num_query_groups": attention.kv_heads, "kv_channels": attention.head_dim, "ffn_hidden_size": width,
+        "normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": biased,
+        "add_qkv_bias": not latent and attention.qkv_bias, "qk_layernorm": bool(latent or attention.qk_norm),
+        "use_cpu_initialization": True,
         "activation_func": nn.functional.silu, "bias_activation_fusion": False,
         "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp,
         "expert_model_parallel_size": layout.ep, "expert_tensor_parallel_size": layout.etp,
-        "pipeline_dtype": torch.float32, "softmax_type": "learnable" if arch.sinks else "vanilla",
+        "pipeline_dtype": torch.float32,
+        "softmax_type": "learnable" if any(kind.sinks for kind in arch.attentions) else "vanilla",
     }  # fmt: skip
     if moe:
         options |= {
@@ -165,8 +189,8 @@ def build(arch: Architecture, mesh: Mesh, padded_vocab: int) -> GPTModel:
             "moe_shared_expert_intermediate_size": moe.shared_size or None,
             "moe_shared_expert_gate": moe.shared_gate, "moe_token_dispatcher_type": "allgather",
         }  # fmt: skip
-        if moe.dense_layers:
-            options["moe_layer_freq"] = [int(arch.has_experts(layer)) for layer in range(arch.num_layers)]
+        if arch.layers_differ:  # a list means that they do
+            options["moe_layer_freq"] = [int(sparse) for sparse in arch.sparse]
     elif arch.layers_differ:
         options["linear_attention_freq"] = [0] * arch.num_layers  # a list means that they do
     if latent:
@@ -175,34 +199,34 @@ def build(arch: Architecture, mesh: Mesh, padded_vocab: int) -> GPTModel:
             "qk_head_dim": latent.nope_dim, "qk_pos_emb_head_dim": latent.rope_dim, "v_head_dim": latent.value_dim,
         }  # fmt: skip
         del options["kv_channels"], options["num_query_groups"]
-    if arch.delta:
+    if delta:
         options |= {
-            "linear_attention_freq": [int(linear) for linear in arch.delta.layers],
-            "linear_conv_kernel_dim": arch.delta.conv_width, "linear_key_head_dim": arch.delta.key_dim,
-            "linear_value_head_dim": arch.delta.value_dim, "linear_num_key_heads": arch.delta.key_heads,
-            "linear_num_value_heads": arch.delta.value_heads, "attention_output_gate": arch.output_gate,
+            "linear_attention_freq": [int(linear) for linear in arch.linear],
+            "linear_conv_kernel_dim": delta.conv_width, "linear_key_head_dim": delta.key_dim,
+            "linear_value_head_dim": delta.value_dim, "linear_num_key_heads": delta.key_heads,
+            "linear_num_value_heads": delta.value_heads, "attention_output_gate": True,
         }  # fmt: skip
     config = (MLATransformerConfig if latent else TransformerConfig)(**options)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     if latent:
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = LatentCoreAttention
-    if arch.joint_qk_norm:
+    if joint:
         for layer in spec.layer_specs:
-            attention = layer.submodules.self_attention.submodules
-            for slot, heads in (("q_layernorm", arch.num_heads), ("k_layernorm", arch.num_kv_heads)):
-                setattr(attention, slot, ModuleSpec(JointNorm, params={"heads": heads, "tp_group": mesh.tp}))
-    if arch.differing_attention:
+            parts = layer.submodules.self_attention.submodules
+            for slot, heads in (("q_layernorm", attention.heads), ("k_layernorm", attention.kv_heads)):
+                setattr(parts, slot, ModuleSpec(JointNorm, params={"heads": heads, "tp_group": mesh.tp}))
+    if isinstance(attention, Asymmetric):
         for layer in spec.layer_specs:
             layer.submodules.self_attention.module = DifferingAttention
             layer.submodules.self_attention.params["arch"] = arch
-    if arch.sandwich_norm:
+    if arch.layers[0].sandwich:
         for layer in spec.layer_specs:
-            layer.module = SandwichLayer
-    if arch.delta:
+            layer.module = DenseAndExpertLayer if isinstance(moe, DenseAndExperts) else SandwichLayer
+    if delta:
         first = get_transformer_layer_offset(config, pp_rank=mesh.pp.rank())
         spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]  # layers of a kind share one
-        for layer, linear in zip(spec.layer_specs, arch.delta.layers[first:]):
+        for layer, linear in zip(spec.layer_specs, arch.linear[first:]):
             if linear:
                 layer.submodules.self_attention = GATED_DELTA_NET
                 layer.submodules.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.in_proj.layer_norm_"

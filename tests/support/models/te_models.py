@@ -24,6 +24,7 @@ from isoloss.engine.config.schema import (
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.optimizer import global_grad_norm
 from isoloss.models.families.registry import read_architecture
+from isoloss.models.kinds.grouped_query import GroupedQuery
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.mcore.gpt import unwrap
 from support.models.transformers_parity import TOKEN_MEAN
@@ -84,7 +85,7 @@ def evaluate(
     """A step."""
     engine = make_engine(folder, fused, precision, moe, **parallel)
     layer = unwrap(engine.chunks[0]).decoder.layers[0]
-    of_isoloss = engine.arch.latent or engine.arch.delta or engine.arch.differing_attention
+    of_isoloss = not isinstance(engine.arch.layers[0].attention, GroupedQuery)
     some_module = layer.input_layernorm if of_isoloss else layer.self_attention.linear_proj
     assert type(some_module).__module__.endswith("transformer_engine") == fused
     logits = torch.cat(engine.logits(samples))

@@ -34,7 +34,11 @@ MODELS = {
     "70b": published.LLAMA_70B,
     "30b_a3b": published.QWEN3_30B_A3B | LONG,
     "27b": published.QWEN35_27B,
+    # Without the kinds of layers, which follow from their number.
+    "26b_a4b": published.GEMMA_4_26B_A4B | {"layer_types": None},
 }
+# Layers after which the kinds of a model's layers come again.
+UNITS = {"27b": 4, "26b_a4b": 6}
 SERVERS = ["rollout.servers=[http://node1:30000]"]
 CLAIM = re.compile(r"^# (\d+) GPUs?, ([a-z0-9+]+): (\d+\.\d) GiB, (\d+\.\d) s a step$", re.MULTILINE)
 H100 = GPUS["h100"]
@@ -145,7 +149,7 @@ class Plan:
 
     @property
     def unit(self) -> int:
-        return MODELS[self.preset.size].get("full_attention_interval", 1)
+        return UNITS.get(self.preset.size, 1)
 
     def _units(self, stage: int) -> tuple[int, int]:
         again, kept = layers_of_stage(self.config, self.arch, self.layout, stage)

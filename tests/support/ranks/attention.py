@@ -8,8 +8,9 @@ from doubles import flash_attention
 from torch import Tensor
 
 from isoloss.parallel import Layout, Mesh, attention
-from isoloss.parallel.attention import Heads, PackedRow, grid_attention
-from isoloss.parallel.ops.block_attention import attend, attend_backward
+from isoloss.parallel.attention import PackedRow, grid_attention
+from isoloss.parallel.ops.block_attention import Heads, attend, attend_backward
+from isoloss.parallel.ops.flash_attention import Attended
 from isoloss.parallel.ops.mask_blocks import blocks_of
 from isoloss.parallel.ops.prefix_tree import PrefixTree
 from isoloss.parallel.ops.row_order import tokens_of
@@ -98,24 +99,23 @@ def round_the_ring(case: Case, ring: int, *, flash: bool = True) -> list[Tensor]
     first."""
     tokens, uploads = [tokens_of(case.lengths, ring, rank) for rank in range(ring)], VarlenCache()
     whole = (case.query_WHD, case.key_WKD, case.value_WKU)
-    dtype = torch.promote_types(case.grad_WHU.dtype, torch.float32)
+    dtype, heads = torch.promote_types(case.grad_WHU.dtype, torch.float32), Heads(SCALE, flash=flash)
     results = [torch.zeros_like(t, dtype=dtype) for t in (case.grad_WHU, *whole)]
     for rank, mine in enumerate(tokens):
         query, grad, seen = case.query_WHD[mine], case.grad_WHU[mine], None
         owners = [(rank - step) % ring for step in range(ring)]
         given = [
             (case.key_WKD[tokens[owner]], case.value_WKU[tokens[owner]],
-             blocks_of(case.forest, ring, rank, owner, case.window), SCALE, uploads)
+             blocks_of(case.forest, ring, rank, owner, case.window), heads, uploads)
             for owner in owners
         ]  # fmt: skip
         for of_owner in given:
-            seen = attend(query, *of_owner, seen, flash=flash)
+            seen = attend(query, *of_owner, seen)
         assert seen is not None
         out, lse = seen
         results[0][mine] = out.to(dtype)
         for owner, (key, value, *more) in zip(owners, given):
-            of_keys = (grad, query, key, value, out.to(query.dtype), lse)
-            parts = attend_backward(*of_keys, *more, flash=flash)
+            parts = attend_backward(grad, Attended(query, key, value, out.to(query.dtype), lse), *more)
             for result, where, part in zip(results[1:], (mine, tokens[owner], tokens[owner]), parts):
                 result[where] += part
     return results

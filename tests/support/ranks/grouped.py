@@ -68,11 +68,11 @@ def on_cpu() -> Iterator[Counter[str]]:
         counts["free"] += len(rows) - int(ends_E[-1])
         return _Spoiled.apply(run(self, rows, weights, ends_E, **how), ends_E)
 
-    run = grouped_experts.Experts.at_once
+    run = grouped_experts.LocalExperts.at_once
     with (
         mock.patch.object(grouped_experts, "on_gpu", lambda hidden: True),
         mock.patch.object(grouped_experts, "grouped_mm", counted("products", product)),
-        mock.patch.object(grouped_experts.Experts, "at_once", counted("layers", at_once)),
+        mock.patch.object(grouped_experts.LocalExperts, "at_once", counted("layers", at_once)),
         mock.patch.object(dispatch, "to_host", counted("waits", dispatch.to_host)),
         mock.patch.object(experts, "to_experts", counted("dispatches", experts.to_experts)),
     ):

@@ -10,7 +10,7 @@ import torch
 
 from isoloss.engine.config.schema import Config, LossConfig
 from isoloss.engine.memory import offload
-from isoloss.engine.rl.backends.local.transformers_backend import InProcessBackend
+from isoloss.engine.rl.backends.local.transformers_backend import TransformersBackend
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.reference import Reference
 from isoloss.engine.step.engine import Engine
@@ -170,7 +170,7 @@ def loop(config: RLConfig, killed_after: int | None = None) -> Loop:
     references: list[Reference] = []
     generating: list[tuple[int, int]] = []
     sending: list[tuple[int, int]] = []
-    generate, update = InProcessBackend.generate, InProcessBackend.update_weights
+    serve, update = TransformersBackend.serve, TransformersBackend.update_weights
 
     def there() -> tuple[int, int]:
         parameters = [parameter for engine in engines for parameter in engine.chunks[0].parameters()]
@@ -180,7 +180,7 @@ def loop(config: RLConfig, killed_after: int | None = None) -> Loop:
 
     def generating_there(*args):
         generating.append(there())
-        return generate(*args)
+        serve(*args)
 
     def sending_there(backend, buckets, version):
         def noting():
@@ -201,8 +201,8 @@ def loop(config: RLConfig, killed_after: int | None = None) -> Loop:
         return mock.patch.object(kind, "__init__", init)
 
     with (
-        mock.patch.object(InProcessBackend, "generate", generating_there),
-        mock.patch.object(InProcessBackend, "update_weights", sending_there),
+        mock.patch.object(TransformersBackend, "serve", generating_there),
+        mock.patch.object(TransformersBackend, "update_weights", sending_there),
         noted(Engine, engines),
         noted(Reference, references),
     ):

@@ -17,6 +17,9 @@ MASKS = [
 ]
 GROUPS = [0, 1, 2, 1, 3, 3, 0, 0]
 NUM_GROUPS = 4
+# The same masks as cuts of six trajectories, within their prompts; two have no valid token.
+SEQUENCES = [0, 1, 2, 1, 3, 4, 0, 5]
+NUM_SEQUENCES = 7  # one more than there are
 
 
 def reference_loss(mode, losses, masks, groups, num_groups, count_fully_masked) -> float:
@@ -42,15 +45,17 @@ def norm_length(mode: str) -> int | None:
 
 def weights_of(mode, indices: Sequence[int], group, count_fully_masked, **placement):
     """Weights of some of MASKS (whole, or slices given by `placement["slices"]`) and the counts."""
-    slices = placement.pop("slices", None)
+    slices, cut = placement.pop("slices", None), placement.pop("cut", False)
     normalizer = GlobalLossNormalizer(
         mode, group, norm_length=norm_length(mode), count_fully_masked=count_fully_masked, **placement
     )
     masks = [MASKS[i] if slices is None else MASKS[i][slices[i]] for i in indices]
-    return normalizer.weights(masks, [GROUPS[i] for i in indices], num_groups=NUM_GROUPS)
+    ids = {"sequence_ids": [SEQUENCES[i] for i in indices], "num_sequences": NUM_SEQUENCES} if cut else {}
+    return normalizer.weights(masks, [GROUPS[i] for i in indices], num_groups=NUM_GROUPS, **ids)
 
 
-CASES = [(mode, count_fully_masked) for mode in MODES for count_fully_masked in (False, True)]
+# Mode, count_fully_masked, and whether the samples are cuts of SEQUENCES.
+CASES = [(mode, fully, cut) for mode in MODES for fully in (False, True) for cut in (False, True)]
 
 
 def replicated(layout: str, share_of: Sequence[Sequence[int]]):
@@ -71,10 +76,10 @@ def _of_every_case(mesh: Mesh, share_of: Sequence[Sequence[int]], **placement):
     mine = share_of[mesh.dp.rank()]
     names = {id(mesh.dp): "dp", id(mesh.context): "context"}
     results = {}
-    for mode, count_fully_masked in CASES:
+    for mode, count_fully_masked, cut in CASES:
         with counted_collectives() as called:
-            weights, counts = weights_of(mode, mine, mesh.dp, count_fully_masked, **placement)
-        results[mode, count_fully_masked] = (
+            weights, counts = weights_of(mode, mine, mesh.dp, count_fully_masked, cut=cut, **placement)
+        results[mode, count_fully_masked, cut] = (
             dict(zip(mine, weights)),
             counts,
             [names.get(id(group), "other") for group in called],

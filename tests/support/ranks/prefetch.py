@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from isoloss.engine.step import forward_backward
+from isoloss.engine.step import forward_backward, step_batch
 from isoloss.parallel import schedule
 from support.models.families import VOCAB
 from support.models.transformers_parity import TOKEN_MEAN, make_engine, make_samples
@@ -34,7 +34,7 @@ def passed(folder: Path, parallel: dict, twin: bool) -> tuple[list[Event], float
     engine = make_engine(folder, "fp32", **parallel)
     events: list[Event] = []
     rows: list[Tensor] = []
-    pack, forward_row = forward_backward.pack, forward_backward.forward_row
+    pack, forward_row = step_batch.pack, forward_backward.forward_row
 
     def packing(*args, **options):
         packed = pack(*args, **options)
@@ -50,7 +50,7 @@ def passed(folder: Path, parallel: dict, twin: bool) -> tuple[list[Event], float
         return out
 
     with (
-        mock.patch.object(forward_backward, "pack", packing),
+        mock.patch.object(step_batch, "pack", packing),
         mock.patch.object(forward_backward, "forward_row", forwarding),
         mock.patch.object(schedule, "OneAhead", AllAtOnce if twin else schedule.OneAhead),
     ):
@@ -65,9 +65,9 @@ def uploads(folder: Path, parallel: dict) -> list[tuple[int, int]]:
     given: list[tuple[Tensor, object]] = []
     forward_row = forward_backward.forward_row
 
-    def forwarding(chunk, tokens_R, positions_R, lengths, parents, routed, bound, uploads):
-        given.append((tokens_R, uploads))
-        return forward_row(chunk, tokens_R, positions_R, lengths, parents, routed, bound, uploads)
+    def forwarding(chunk, tokens_R, positions_R, row):
+        given.append((tokens_R, row.uploads))
+        return forward_row(chunk, tokens_R, positions_R, row)
 
     with mock.patch.object(forward_backward, "forward_row", forwarding):
         engine.forward_backward(make_samples(LENGTHS, VOCAB), TOKEN_MEAN)

@@ -10,8 +10,8 @@ from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import LossConfig, ModelConfig, TrainConfig
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.tools.prove.parity import Case
+from isoloss.tools.prove.proof import rollout_fields
 from isoloss.tools.prove.rank_pool import WorkerPool
-from isoloss.tools.prove.synthetic_rollouts import rollout_fields
 from support.models.families import VOCAB
 from support.ranks.grid import Grid
 

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoloss.parallel.collectives import sum_gradient
-from isoloss.parallel.vocab import vocab_parallel_logprobs
+from isoloss.parallel.loss_head import LossHeadOptions, vocab_parallel_logprobs
 
 
 def dense_reference(
@@ -53,10 +53,7 @@ def tensor_parallel(
         targets_N,
         true,
         group,
-        with_entropy=True,
-        softcap=softcap,
-        fused=fused,
-        chunk_elements=chunk_elements,
+        LossHeadOptions(softcap=softcap, with_entropy=True, fused=fused, chunk_elements=chunk_elements),
     )
     (grads[0] * logprobs + grads[1] * entropy).sum().backward()
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad

@@ -73,7 +73,7 @@ class Disturbed:
 
     def hold(self) -> None:
         """Have the run wait at the end of the leash, on its first rank, after a save that may be due."""
-        log, told = Run.log, Preemption.told
+        log, received = Run.log, Preemption.received
         step = 0
 
         def logged(run: Run, *args: Any) -> None:
@@ -81,12 +81,12 @@ class Disturbed:
             log(run, *args)
             step = run.done + 1
 
-        def told_in_time(preemption: Preemption) -> signal.Signals | None:
+        def received_in_time(preemption: Preemption) -> signal.Signals | None:
             while self._rank == 0 and step >= self._length() and not preemption._received:
                 time.sleep(0.02)
-            return told(preemption)
+            return received(preemption)
 
-        Run.log, Preemption.told = logged, told_in_time
+        Run.log, Preemption.received = logged, received_in_time
 
     def _length(self) -> float:
         with contextlib.suppress(FileNotFoundError):

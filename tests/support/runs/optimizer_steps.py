@@ -44,8 +44,9 @@ def by_the_engine(
     batches: Sequence[Sequence[Sample]],
     rates: Sequence[float],
     parallel: dict,
+    own: Sequence[dict] = (),
 ) -> Steps:
-    """On every rank; `weights` are those of its stage."""
+    """On every rank; `weights` are those of its stage. own: AdamW's numbers of each step, if not those of `optim`."""
     config = Config(
         ModelConfig(str(folder)),
         batch=BatchConfig(max_tokens=64),
@@ -54,19 +55,29 @@ def by_the_engine(
         train=TrainConfig(precision=precision),
     )
     engine, done = Engine(config), []
-    for samples, rate in zip(batches, rates, strict=True):
-        done.append(engine.train_step(samples, cross_entropy(LossConfig()), rate))
+    for samples, rate, numbers in zip(batches, rates, own or [{}] * len(rates), strict=True):
+        metrics = engine.forward_backward(samples, cross_entropy(LossConfig()))
+        done.append((metrics, engine.optim_step(rate, **numbers)))
     assert all(result.applied for _, result in done)
     return Steps([m.loss for m, _ in done], [r.grad_norm for _, r in done], weights_by_hf_name(engine))
 
 
-def by_torch(folder: Path, optim: OptimConfig, batches: Iterable[Sequence[Sample]], rates: Iterable[float]) -> Steps:
+def by_torch(
+    folder: Path,
+    optim: OptimConfig,
+    batches: Iterable[Sequence[Sample]],
+    rates: Sequence[float],
+    own: Sequence[dict] = (),
+) -> Steps:
     """In fp64. Every sequence runs alone; the loss is the mean over all targets of the step."""
     with fp64_model(folder) as model:
         optimizer, losses, norms = adamw(model, optim), [], []
-        for samples, rate in zip(batches, rates):
+        for samples, rate, numbers in zip(batches, rates, own or [{}] * len(rates), strict=True):
             loss = mean_loss(model, samples)
-            norms.append(step(model, optimizer, loss, rate, optim.clip))
+            for group, decays in zip(optimizer.param_groups, (1, 0)):
+                group["betas"], group["eps"] = numbers.get("betas", optim.betas), numbers.get("eps", optim.eps)
+                group["weight_decay"] = decays * numbers.get("weight_decay", optim.weight_decay)
+            norms.append(step(model, optimizer, loss, rate, numbers.get("clip", optim.clip)))
             losses.append(loss.item())
         return Steps(losses, norms, {name: p.detach() for name, p in model.named_parameters()})
 

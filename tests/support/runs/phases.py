@@ -19,7 +19,7 @@ class Moment:
 _RUN, _ENGINE = "isoloss.engine.run.run", "isoloss.engine.step.engine"
 _SAVER, _CHECKPOINT = "isoloss.engine.checkpoint.saver", "isoloss.engine.checkpoint.checkpoint"
 _ROLLOUT, _LOOP = "isoloss.engine.rl.rollout", "isoloss.engine.rl.loop"
-_AHEAD = "isoloss.engine.rl.async_rollout"
+_AHEAD = "isoloss.engine.rl.in_flight"
 _REWARDER, _REWARDS = "isoloss.engine.rl.reward.rewarder", "isoloss.engine.rl.reward.pool"
 _SERVER = "isoloss.engine.rl.backends.sglang.server"
 
@@ -56,9 +56,9 @@ _EXPERIENCE = (
     Moment("evaluated", f"{_ROLLOUT}:Rollout.evaluate", after=True),
 )
 _IN_PROCESS = (
-    Moment("amid generation", "isoloss.engine.rl.backends.local.continuous_batching:advance"),
+    Moment("amid generation", "isoloss.engine.rl.backends.local.continuous_batching:RowScheduler._advance"),
     Moment(
-        "amid a weight sync", "isoloss.engine.rl.backends.local.transformers_backend:InProcessBackend.update_weights"
+        "amid a weight sync", "isoloss.engine.rl.backends.local.transformers_backend:TransformersBackend.update_weights"
     ),
 )
 _SERVERS = (
@@ -76,9 +76,9 @@ _ALSO = {
 GRPO_SERVERS = (*_SERVERS, *(each for each in GRPO if each.name in _ALSO))
 GRPO_AHEAD = (
     Moment("begun ahead", f"{_AHEAD}:InFlight.begin", after=True),
-    Moment("waiting for a batch", f"{_AHEAD}:InFlight.wait"),
-    Moment("a batch taken", f"{_AHEAD}:InFlight.wait", after=True),
-    Moment("ended for an update", f"{_AHEAD}:InFlight.stop", after=True),
+    Moment("waiting for a batch", f"{_AHEAD}:InFlight.take"),
+    Moment("a batch taken", f"{_AHEAD}:InFlight.take", after=True),
+    Moment("ended for an update", f"{_AHEAD}:InFlight.harvest", after=True),
     *GRPO_SERVERS,
 )
 WRITING = Moment("writing", f"{_SAVER}:Saver._write")

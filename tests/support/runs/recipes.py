@@ -1,13 +1,13 @@
 """The recipes and their readable twins, as what their first steps tell."""
 
 import contextlib
-import json
 from pathlib import Path
 
 from isoloss.engine.config.schema import Config
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.loop import train_rl
 from isoloss.engine.sft.loop import train_sft
+from isoloss.engine.run.records import RunRecords
 from isoloss.engine.step.engine import Engine
 from isoloss.recipes import minimal_rl, minimal_sft
 from isoloss.recipes.launch import compose_config
@@ -18,8 +18,7 @@ def recipe_losses(folder: str, steps: int) -> list[float]:
     overrides = [f"train.steps={steps}", "data.eval=[]", f"output_dir={folder}/run", f"data.cache_dir={folder}/cache"]
     config = compose_config("sft", Config, [*overrides, "checkpoint.export_hf=false"])[0]
     train_sft(config, "sft-tiny")
-    rows = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(row)["loss"] for row in rows]
+    return [row["loss"] for row in RunRecords(Path(folder) / "run").metrics()]
 
 
 def minimal_losses(folder: str, steps: int) -> list[float]:
@@ -37,7 +36,7 @@ def recipe_rl_steps(model: str, task: str, folder: str, steps: int) -> list[mini
     overrides = [f"model.path={model}", f"data.train={task}/rl.jsonl", "data.eval=[]", f"train.steps={steps}"]
     overrides += ["preset=tiny", "algorithm.old_logprobs=rollout", f"output_dir={folder}", "checkpoint.export_hf=false"]
     train_rl(compose_config("grpo", RLConfig, overrides)[0], "grpo-tiny")
-    rows = [json.loads(row) for row in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    rows = RunRecords(Path(folder)).metrics()
     return [minimal_rl.Step(row["reward_mean"], row["loss"], row["grad_norm"]) for row in rows]
 
 

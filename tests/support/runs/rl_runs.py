@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isoloss.engine.rl import loop
-from isoloss.engine.rl.backends.local.transformers_backend import InProcessBackend
+from isoloss.engine.rl.backends.local.transformers_backend import TransformersBackend
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.experience import to_sample
 from isoloss.engine.rl.rollout import Rollout
@@ -171,12 +171,20 @@ def watched(config: RLConfig, stale: bool = False) -> Watched:
     completions: list[Completion] = []
     rollouts: list[Rollout] = []
     engines: list[Engine] = []
-    generate, sync, groups = InProcessBackend.generate, Rollout.sync_weights, Rollout.collect
+    submit, serve = TransformersBackend.submit, TransformersBackend.serve
+    sync, groups = Rollout.sync_weights, Rollout.collect
     with_logprobs = loop.with_logprobs
 
-    def counting(self, requests, *rest):
-        calls.append(len(requests))
-        return generate(self, requests, *rest)
+    submitted: list[str] = []
+
+    def noting_request(self, request, sampling):
+        submitted.append(request.id)
+        return submit(self, request, sampling)
+
+    def counting(self, goal):
+        calls.append(self.rank0.compute(lambda: len(submitted)))
+        submitted.clear()
+        serve(self, goal)
 
     def sync_once(self, version):
         if not (stale and rollouts):
@@ -200,7 +208,8 @@ def watched(config: RLConfig, stale: bool = False) -> Watched:
         return with_logprobs(groups, models, config)
 
     with (
-        mock.patch.object(InProcessBackend, "generate", counting),
+        mock.patch.object(TransformersBackend, "submit", noting_request),
+        mock.patch.object(TransformersBackend, "serve", counting),
         mock.patch.object(Rollout, "sync_weights", sync_once),
         mock.patch.object(Rollout, "collect", noting),
         mock.patch.object(loop, "with_logprobs", comparing),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.rl.backends.local.megatron_backend import MegatronBackend
-from isoloss.engine.rl.backends.local.transformers_backend import InProcessBackend
+from isoloss.engine.rl.backends.local.transformers_backend import TransformersBackend
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.engine.step.engine import Engine
 from isoloss.models.mcore.weight_stream import Named, Receives
@@ -53,10 +53,10 @@ def copied(buckets: Iterable[list[Named]]) -> list[list[Named]]:
 
 def make_backend(
     engine: Engine, folder: Path, concurrency: int = 5, kind: str = "transformers"
-) -> InProcessBackend | MegatronBackend:
+) -> TransformersBackend | MegatronBackend:
     if kind == "megatron":
         return MegatronBackend(engine, concurrency)
-    return InProcessBackend(folder, engine.model.dtype, engine.device, concurrency)
+    return TransformersBackend(folder, engine.model.dtype, engine.device, concurrency)
 
 
 def worst_difference(engine: Engine, requests: Sequence[Request], completions: Sequence[Completion]) -> float:
@@ -138,11 +138,9 @@ def interrupted(
     def generate_and(act: Callable[[], None]) -> list[Completion]:
         """Nothing is produced before `act`, which another thread does once generation is under way."""
         backend.pause()
-        begun = backend._gate._call
-        dist.barrier()  # the pause of rank 0 is known before any rank begins
 
         def later():
-            until(lambda: backend._gate._call != begun, "generation was under way")
+            until(lambda: backend._model_of or dist.get_rank() > 0, "requests were in flight")
             act()
 
         thread = threading.Thread(target=later)
@@ -154,7 +152,6 @@ def interrupted(
     resumed = generate_and(backend.resume)
     aborted = generate_and(backend.abort)
     backend.resume()
-    dist.barrier()
     return Interrupted(resumed, aborted, of_rank_0(backend.generate(requests, sampling)))
 
 

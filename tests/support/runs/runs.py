@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from isoloss.engine.config.schema import Config
 from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.run.records import read_rows
 
 TINY = Path(str(files("isoloss.recipes") / "assets" / "tiny"))
 SMALL = {
@@ -50,13 +51,9 @@ def write_rows(path: Path, rows: Sequence[dict | str]) -> Path:
 
 
 def rows_of(path: Path | str) -> list[dict]:
-    """Of a JSON Lines file: only a line feed ends a line, and NaN is no JSON."""
-    lines = Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    return [json.loads(line, parse_constant=_refuse) for line in lines]
-
-
-def _refuse(constant: str):
-    raise ValueError(f"{constant} is not JSON")
+    """Return the rows of a JSON Lines file that nothing writes any more."""
+    assert Path(path).read_bytes().endswith(b"\n"), f"{path} ends within a row"
+    return list(read_rows(Path(path)))
 
 
 def metrics_of(config: Config | RLConfig, name: str = "metrics") -> list[dict]:

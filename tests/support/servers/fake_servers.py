@@ -1,15 +1,15 @@
-"""A `BesideTraining` backend without servers, models or tokens that mean anything: a thread makes them."""
+"""A rollout backend without servers, models or tokens that mean anything: a thread makes them."""
 
 import random
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-from isoloss.engine.rl.backends.protocol import Arrived, ignore
+from isoloss.engine.rl.backends.protocol import CompletionLost, RolloutBackend
 from isoloss.engine.rl.reward.rewarder import Scored
 from isoloss.engine.rl.trajectory import Completion, Prompt, Request, Sampling
 from isoloss.engine.step.engine import Engine
@@ -27,10 +27,11 @@ def length(id: str, most: int) -> int:
     return most if chance.random() < 0.2 else chance.randint(1, max(most // 4, 1))
 
 
-class FakeServers:
-    """Each round every request gets a token of the present version; all but the first `quick` of a call get FEW of them
-    and then wait for the next call. begun: the ids of every call. fails: calls of `begin` from now on that end with
-    nothing for what is not complete, after a round, as if servers were lost."""
+class FakeServers(RolloutBackend):
+    """Each round every request gets a token of the present version; all but the first `quick` of those in flight get
+    FEW of them, and then wait until another is submitted or they are aborted. begun: ids of the requests in flight
+    together, a list each time that there were none before. fails: how often from now on all that is not complete is
+    lost, after a round, as if servers were."""
 
     receives: Receives = "every rank"
 
@@ -40,60 +41,64 @@ class FakeServers:
         self.healed = 0
         self.fails = 0
         self._quick = quick
-        self._aborted = threading.Event()
-        self._busy = False
+        self._changed = threading.Condition()
+        self._so_far: dict[str, tuple[Completion, Sampling, Future[Completion]]] = {}
+        self._left: dict[str, int] = {}
+        self._submitted = 0.0
+        self._closed = False
+        threading.Thread(target=self._work, daemon=True).start()
 
-    def begin(
-        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived
-    ) -> Future[Sequence[Completion | None]]:
-        assert not self._busy and self.version is not None
-        self._aborted.clear()
-        self._busy = True
-        self.begun.append([request.id for request in requests])
-        lost = self.fails > 0
-        self.fails -= lost
-        result: Future[Sequence[Completion | None]] = Future()
+    def submit(self, request: Request, sampling: Sampling) -> Future[Completion]:
+        assert self.version is not None
+        partial = request.partial or Completion(request.id, (), (), (), "abort")
+        assert partial.finish == "abort"
+        future: Future[Completion] = Future()
+        with self._changed:
+            if not self._so_far:
+                self.begun.append([])
+            assert request.id not in self._so_far
+            self.begun[-1].append(request.id)
+            self._so_far[request.id] = partial, sampling, future
+            self._left[request.id] = FEW
+            self._left |= dict.fromkeys(list(self._so_far)[: self._quick], sampling.max_new_tokens)
+            self._submitted = time.monotonic()
+            self._changed.notify_all()
+        return future
 
-        def work() -> None:
-            done = self._generate(requests, sampling, arrived, lost)
-            self._busy = False
-            result.set_result(done)
+    def serve(self, goal: Future | None) -> None:
+        assert goal is not None
+        wait([goal])
 
-        threading.Thread(target=work, daemon=True).start()
-        return result
-
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived = ignore
-    ) -> Sequence[Completion | None]:
-        assert not self._busy
-        self._aborted.clear()
-        return self._generate(requests, sampling, arrived, False)
-
-    def _generate(self, requests, sampling, arrived, lost) -> list[Completion | None]:
-        under_way = {r.id: r.partial or Completion(r.id, (), (), (), "abort") for r in requests}
-        assert all(partial.finish == "abort" for partial in under_way.values())
-        done: dict[str, Completion | None] = {}
-        quick = set([request.id for request in requests][: self._quick])
-        left = {request.id: FEW for request in requests}
-        while under_way and not self._aborted.is_set():
-            for id, so_far in list(under_way.items()):
-                if id not in quick and not left[id]:
-                    continue
-                left[id] -= 1
-                at = len(so_far.tokens)
-                grown = so_far.followed_by(Completion(id, (at,), (-1.0,), (self.version,), "abort"))
-                under_way[id] = grown
-                if at + 1 == length(id, sampling.max_new_tokens):
-                    done[id] = replace(grown, finish="stop")
-                    del under_way[id]
-                    arrived(done[id])
+    def _work(self) -> None:
+        while not self._closed:
+            with self._changed:
+                self._changed.wait_for(lambda: self._so_far or self._closed)
             time.sleep(1e-4)
-            if lost:
-                return [done.get(request.id) for request in requests]
-        return [done.get(request.id) or under_way[request.id] for request in requests]
+            with self._changed:  # what is submitted together begins together
+                done = self._round() if time.monotonic() > self._submitted + 5e-3 else []
+            for future, outcome in done:
+                future.set_exception(outcome) if isinstance(outcome, Exception) else future.set_result(outcome)
+
+    def _round(self) -> list[tuple[Future[Completion], Completion | Exception]]:
+        done: list[tuple[Future[Completion], Completion | Exception]] = []
+        for id, (so_far, sampling, future) in list(self._so_far.items()):
+            if not self._left[id]:
+                continue
+            self._left[id] -= 1
+            at = len(so_far.tokens)
+            grown = so_far.followed_by(Completion(id, (at,), (-1.0,), (self.version,), "abort"))
+            self._so_far[id] = grown, sampling, future
+            if at + 1 == length(id, sampling.max_new_tokens):
+                del self._so_far[id]
+                done.append((future, replace(grown, finish="stop")))
+        if self.fails and self._so_far:
+            self.fails -= 1
+            done += [(future, CompletionLost(id)) for id, (_, _, future) in self._so_far.items()]
+            self._so_far.clear()
+        return done
 
     def update_weights(self, buckets: Any, version: int) -> None:
-        assert not self._busy, "an update in the middle of a completion"
+        assert not self._so_far, "an update in the middle of a completion"
         self.version = version
 
     def weight_version(self) -> int | None:
@@ -104,16 +109,22 @@ class FakeServers:
     def resume(self) -> None: ...
 
     def abort(self) -> None:
-        self._aborted.set()
+        with self._changed:
+            so_far, self._so_far = self._so_far, {}
+        for completion, _, future in so_far.values():
+            future.set_result(completion)
 
     def check_health(self) -> None:
-        assert not self._busy
+        assert not self._so_far
         self.healed += 1
 
     def take_counts(self) -> dict[str, int]:
         return {}
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
 
 class Rewards:

@@ -12,14 +12,15 @@ from typing import Any, cast
 from doubles.sglang_server import LIES
 
 from isoloss.engine.config.schema import ModelConfig
-from isoloss.engine.rl.backends.protocol import Bucket, RolloutBackend
+from isoloss.engine.rl.backends.protocol import Bucket
 from isoloss.engine.rl.backends.servers.backend import ServerBackend
 from isoloss.engine.rl.backends.servers.server import ServerLost
 from isoloss.engine.rl.backends.sglang.server import SGLangServer
 from isoloss.engine.rl.backends.sglang.weights import weight_sync
 from isoloss.engine.rl.config import RLConfig, RolloutConfig
+from isoloss.engine.rl.reward.rewarder import Scored
 from isoloss.engine.rl.rollout import Rollout
-from isoloss.engine.rl.trajectory import Request, Sampling
+from isoloss.engine.rl.trajectory import Completion, Prompt
 from isoloss.engine.step.engine import Engine
 from support.servers.servers import VOCAB, buckets, policy, requests, worst
 
@@ -58,6 +59,15 @@ class Weights:
         return buckets(self.model)
 
 
+class Unrewarded:
+    """Gives every completion nothing."""
+
+    whole_batch = False
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Scored]:
+        return [Scored(0.0, {}, None, "") for _ in completions]
+
+
 def campaign(
     seed: int, faults: int, urls: Sequence[str], model_folder: Path, logs: Path, timeout: float = 6.0
 ) -> Found:
@@ -71,11 +81,17 @@ def campaign(
     config = RLConfig(
         model=ModelConfig(path=str(model_folder)),
         rollout=RolloutConfig(
-            backend="sglang", servers=tuple(urls), weight_sync="tensor", timeout=timeout, concurrency=len(urls)
+            backend="sglang",
+            servers=tuple(urls),
+            weight_sync="tensor",
+            timeout=timeout,
+            concurrency=len(urls),
+            max_new_tokens=TOKENS,
+            eval_temperature=1.0,
         ),
     )
     backend = ServerBackend(config.rollout, model_folder, VOCAB, logs, SGLangServer, weight_sync)
-    rollout = Rollout(cast(Engine, weights), cast(RolloutBackend, backend), None, config, [], ())
+    rollout = Rollout(cast(Engine, weights), backend, Unrewarded(), config, [], ())
     try:
         _step(rollout, weights, found, version=0)
         for version, kinds in enumerate(_steps(chance, faults), 1):
@@ -155,11 +171,16 @@ def _step(rollout: Rollout, weights: Weights, found: Found, version: int) -> Non
 
 def _batch(rollout: Rollout, weights: Weights, found: Found, version: int) -> None:
     """A batch, every completion of which must be whole, and of these weights."""
-    asked: list[Request] = requests(PROMPTS)
-    completions = _call(found, lambda: rollout._generate(asked, Sampling(TOKENS)))
-    found.samples += len(completions)
-    for request, completion in zip(asked, completions, strict=True):
+    asked = requests(PROMPTS)
+    prompts = [Prompt(request.id, request.prompt_tokens, "?") for request in asked]
+    trajectories = _call(found, lambda: rollout.evaluate(prompts))
+    found.samples += len(trajectories)
+    for request, completion in zip(asked, [each.completion for each in trajectories], strict=True):
         gap = worst(weights.model, request, completion) if len(completion.tokens) else 0.0
-        whole = completion.id == request.id and len(completion.tokens) == TOKENS and completion.finish == "length"
+        whole = (
+            completion.id == f"{request.id}/eval/0"
+            and len(completion.tokens) == TOKENS
+            and completion.finish == "length"
+        )
         if not whole or set(completion.versions) != {version} or not gap <= PARITY:
             found.wrong.append(f"version {version}: {completion} is {gap:g} from the model")

@@ -9,8 +9,14 @@ row of a test that would have none. `make prove-all` runs the others.
 """
 
 FULL = {
+    "checkpoints/test_checkpoint.py": {
+        "test_a_checkpoint_goes_on_in_another_layout": "gemma-4-moe-True",
+    },
     "checkpoints/test_checkpoint_read.py": {
         "test_every_family_in_every_style": "*-stacked",
+    },
+    "checkpoints/test_convert_back.py": {
+        "test_both_ways_are_certified": "gemma-4-moe",
     },
     "checkpoints/test_disk_faults.py": {
         "test_one_checkpoint_that_fails_does_not_end_a_run": "steps_that_fail0-0",
@@ -45,6 +51,10 @@ FULL = {
     "numerics/test_delta_invariance.py": {
         "test_degrees_of_three": "ring3",
     },
+    "numerics/test_dense_and_experts.py": {
+        "test_every_layout": "ulysses2+ep2 tp2+etp2",
+        "test_recomputed_activations": "*-experts tp2+ep2-full",
+    },
     # The length of messages between experts is where gradients get lost in silence.
     "numerics/test_dispatch_bound.py": {
         "test_a_bound_changes_no_number": "ep2+dp2-* pp2+ep2-* tp4+ep2-none-1.0",
@@ -74,7 +84,7 @@ FULL = {
         "test_products_that_add_give_what_the_sum_of_gradients_gives": "*",
     },
     "rl/test_megatron_backend.py": {
-        "test_any_layout_gives_the_same_tokens": "deepseek-v3-*",
+        "test_any_layout_gives_the_same_tokens": "deepseek-v3-* gemma-4-moe-*",
         "test_the_tokens_are_those_of_transformers": "minimax-m2 qwen3-next mistral-4",
     },
     "rl/test_rl_layouts.py": {
@@ -299,6 +309,10 @@ QUICK = {
         "test_every_layout": "pp2+vpp2 tp2+nosp",
         "test_losses_of_reinforcement_learning": "tp2+pp2",
         "test_recomputed_activations": "pp2+vpp2-memory1",
+    },
+    "numerics/test_dense_and_experts.py": {
+        "test_every_layout": "ep2+dp2 tp2+pp2+ep2",
+        "test_recomputed_activations": "tp2+ep2-moe",
     },
     "numerics/test_device_lint.py": {
         "test_nothing_is_refused_and_nothing_more_is_waited_for": "experts",
@@ -613,7 +627,7 @@ QUICK = {
     "unit/test_tiny.py": {
         "test_unigram_baseline": "",
     },
-    "unit/test_vocab.py": {
+    "unit/test_loss_head.py": {
         "test_a_chunk_of_logits_is_passed_over_by_one_kernel_each_way": "",
     },
 }

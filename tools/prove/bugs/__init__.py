@@ -1,7 +1,7 @@
-"""Bugs that trainers have shipped, to be planted into the engine: a proof that cannot catch them proves nothing.
+"""Plant bugs that trainers have shipped into the engine: a proof that cannot catch them proves nothing.
 
-Each replaces the function that the engine really calls, says which runs must then fail, and leaves all others as they
-were. docs/normalization.md tells where they come from.
+Each replaces the function that the engine really calls, names the runs that must then fail, and changes no other run.
+docs/normalization.md has their origins.
 """
 
 import copyreg
@@ -9,8 +9,7 @@ import copyreg
 from isoloss.tools.prove.bugs.bug import NO_BUG, PlantedBug, RunTraits
 from isoloss.tools.prove.bugs.dense import DENSE
 from isoloss.tools.prove.bugs.experts import EXPERTS
-from isoloss.tools.prove.bugs.policy import POLICY
-from isoloss.tools.prove.bugs.prefixes import PREFIXES
+from isoloss.tools.prove.bugs.policy import POLICY, PREFIXES
 
 PLANTED_BUGS = {bug.name: bug for bug in (*DENSE, *EXPERTS, *POLICY, *PREFIXES)}
 

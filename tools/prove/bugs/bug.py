@@ -1,4 +1,4 @@
-"""What a planted bug is, and how it gets into the engine."""
+"""Define planted bugs, and put them into the engine."""
 
 import contextlib
 import dataclasses
@@ -15,9 +15,9 @@ from isoloss.engine.config.schema import MoeConfig
 from isoloss.engine.rl.config import AlgorithmConfig
 from isoloss.parallel import Layout, Mesh
 
-# Of what the engine looks up, the wrong thing that takes its place.
+# From the right function, which the engine looks up by name, to the wrong one.
 Wrong = Callable[[Any], Any]
-# Of a step, what becomes of the weights [A, N] of its micro-batch number i.
+# From the samples and the plan of a step to the function that changes the weights [A, N] of micro-batch i.
 Reweigh = Callable[[Sequence[Sample], Plan, Mesh], Callable[[int, Tensor], Tensor]]
 
 PREPARE_STEP = "isoloss.engine.step.engine.prepare_step"
@@ -26,15 +26,14 @@ REDUCE_GRADIENTS = "isoloss.engine.step.engine.finalize_model_grads"
 
 @dataclass(frozen=True)
 class RunTraits:
-    """What decides whether a bug shows.
+    """The traits of a run that decide whether a bug shows.
 
-    documents, targets: tokens and targets of every sample, by micro-batch, of all dp ranks; () of an empty one.
-    aggregation: of the loss's first term.
-    others: those of further terms, where they differ from it.
-    policy: of a policy loss; None: cross-entropy.
-    moe: of a model with experts; None: a dense one.
-    biases: whether selection biases after some steps are compared, instead of loss and gradients.
-    branches: whether two samples of a micro-batch go on from tokens that are computed once.
+    documents, targets: numbers of tokens and targets of each sample, by micro-batch, on all dp ranks; () if empty.
+    aggregation: the mode of the loss's first term. others: the modes of further terms, if they differ.
+    policy: the configuration of a policy loss; None for cross-entropy.
+    moe: the configuration of a model with experts; None for a dense one.
+    biases: True if selection biases after some steps are compared, instead of loss and gradients.
+    branches: True if two samples of a micro-batch continue a prefix that is computed once.
     """
 
     layout: Layout
@@ -53,23 +52,25 @@ class RunTraits:
 
     @property
     def filled(self) -> int:
-        """Micro-batches with a target, on the dp rank that has most of them."""
+        """Return the number of micro-batches with a target, on the dp rank that has most of them."""
         per_rank = len(self.targets) // self.layout.dp
         ranks = (self.targets[first : first + per_rank] for first in range(0, len(self.targets), per_rank))
         return max(sum(map(any, tokens)) for tokens in ranks)
 
     @property
     def padded(self) -> bool:
-        """Whether any packed row has padding behind it, or is nothing else."""
+        """Return whether a packed row ends with padding, or is nothing else."""
         shards = self.layout.context * (self.layout.tp if self.layout.sequence_parallel else 1)
         return any(sum(lengths) % shards or not lengths for lengths in self.documents)
 
 
 def means_differ(micro_batches: tuple[tuple[int, ...], ...], mode: str) -> bool:
-    """Whether the mean of the means over micro-batches weighs some token otherwise than `mode` does.
+    """Return whether the mean of the means over micro-batches weighs a token otherwise than `mode` does.
 
-    micro_batches: the tokens of every sample that count. They can agree: for seq-mean-token-mean where every
-    micro-batch holds one sequence, for token-mean where all hold as many tokens.
+    The two agree for seq-mean-token-mean if each micro-batch holds one sequence, and for token-mean if all hold equally
+    many tokens.
+
+    micro_batches: numbers of tokens that count, by micro-batch and sample.
     """
     counts = [count for tokens in micro_batches for count in tokens if count]
     for tokens in micro_batches:
@@ -82,11 +83,10 @@ def means_differ(micro_batches: tuple[tuple[int, ...], ...], mode: str) -> bool:
 
 @dataclass(frozen=True)
 class PlantedBug:
-    """A bug, and where a proof must find it.
+    """A bug, and the runs in which a proof must find it.
 
-    changes: by the place where the engine looks a function up, what makes the wrong one of it.
-    must_fail_on: the runs whose loss or gradient it makes wrong.
-    needs: the same in words: what a run must have.
+    changes: the function that makes the wrong function, by the place where the engine looks the right one up.
+    must_fail_on: True for a run whose loss or gradient the bug makes wrong. needs: the same in words.
     """
 
     name: str
@@ -107,7 +107,7 @@ NO_BUG = PlantedBug("none", {}, lambda run: False, "")
 
 @contextlib.contextmanager
 def replaced(place: str, wrong: Wrong) -> Iterator[None]:
-    """Within it, `place` ("package.module.name") holds wrong(right), where right is what it held before."""
+    """Let `place` ("package.module.name") hold wrong(right) for a while, where right is what it held before."""
     owner_name, _, name = place.rpartition(".")
     owner = pkgutil.resolve_name(owner_name)
     right = getattr(owner, name)
@@ -119,12 +119,12 @@ def replaced(place: str, wrong: Wrong) -> Iterator[None]:
 
 
 def weights_changed(reweigh: Reweigh) -> Mapping[str, Wrong]:
-    """Changes of a bug in the weights of the tokens."""
+    """Return the changes of a bug in the weights of the tokens."""
 
     def wrong(prepare_step: Callable) -> Callable:
-        def prepare_wrongly(samples, loss, placement, mesh, device):
-            batch = prepare_step(samples, loss, placement, mesh, device)
-            change = reweigh(samples, placement.plan, mesh)
+        def prepare_wrongly(samples, loss, plan, mesh, device):
+            batch = prepare_step(samples, loss, plan, mesh, device)
+            change = reweigh(samples, plan, mesh)
             micro_batches = tuple(
                 dataclasses.replace(m, weights_AN=change(i, m.weights_AN)) for i, m in enumerate(batch.micro_batches)
             )
@@ -136,7 +136,7 @@ def weights_changed(reweigh: Reweigh) -> Mapping[str, Wrong]:
 
 
 def gradients_changed(change: Callable[[Any, Any], None]) -> Mapping[str, Wrong]:
-    """Changes of a bug in the reduction of gradients: change(chunks, groups) follows it."""
+    """Return the changes of a bug in the reduction of gradients: change(chunks, groups) follows it."""
 
     def wrong(finalize_model_grads: Callable) -> Callable:
         def reduce_wrongly(chunks, **kwargs):

@@ -12,15 +12,15 @@ from isoloss.tools.prove.bugs.bug import PlantedBug, RunTraits, gradients_change
 
 
 def _mean_of_micro_batch_means(samples, plan, mesh):
-    mine = plan.micro_batches[mesh.dp.rank()]
-    tokens = [sum(int(samples[i].mask_T.sum()) for i in micro_batch) for micro_batch in mine]
-    share = len(mine) * mesh.dp.size()
+    own = plan.micro_batches[mesh.dp.rank()]
+    tokens = [sum(int(samples[i].mask_T.sum()) for i in micro_batch) for micro_batch in own]
+    share = len(own) * mesh.dp.size()
     return lambda i, weights: torch.full_like(weights, 1 / (max(tokens[i], 1) * share))
 
 
 def _dropped_micro_batch(samples, plan, mesh):
-    mine = plan.micro_batches[mesh.dp.rank()]
-    filled = [i for i, micro_batch in enumerate(mine) if any(samples[s].mask_T.any() for s in micro_batch)]
+    own = plan.micro_batches[mesh.dp.rank()]
+    filled = [i for i, micro_batch in enumerate(own) if any(samples[s].mask_T.any() for s in micro_batch)]
     dropped = filled[-1] if len(filled) > 1 else None
     return lambda i, weights: torch.zeros_like(weights) if i == dropped else weights
 
@@ -31,7 +31,7 @@ def _context_factor_twice(samples, plan, mesh):
 
 
 def _counts_over_dp_and_sp(count_tokens: Callable) -> Callable:
-    """Ranks that share rows hold the same samples: of them one counts."""
+    """Count on every rank, though ranks that share rows hold the same samples."""
     return lambda masks, group, **kwargs: count_tokens(masks, group, **kwargs | {"counted": True})
 
 
@@ -42,12 +42,12 @@ def _gradients_averaged_over_dp(chunks, groups):
 
 
 def _every_tp_rank_counts(chunks, groups):
-    """In the norm of the gradient, also of weights that all TP ranks hold."""
+    """Count a weight that all TP ranks hold once a rank, in the norm of the gradient."""
     _mark(chunks, groups, sharded=True)
 
 
 def _first_tp_rank_counts(chunks, groups):
-    """In the norm of the gradient, also of weights of which every TP rank holds a part."""
+    """Count the first TP rank's part of a weight alone, in the norm of the gradient."""
     _mark(chunks, groups, sharded=False)
 
 
@@ -59,7 +59,7 @@ def _mark(chunks, groups, *, sharded):
 
 
 def _deaf(distributed):
-    """Of torch.distributed, one that leaves every rank with numbers of its own."""
+    """Return a torch.distributed that leaves every rank with numbers of its own."""
     return types.SimpleNamespace(all_reduce=lambda *args, **kwargs: None, get_backend=distributed.get_backend)
 
 
@@ -110,7 +110,7 @@ DENSE = (
     ),
     PlantedBug(
         "counts-over-dp-and-sp",
-        {"isoloss.engine.step.forward_backward.count_tokens": _counts_over_dp_and_sp},
+        {"isoloss.engine.step.step_batch.count_tokens": _counts_over_dp_and_sp},
         lambda run: run.layout.context > 1 and any(mode != "sum" for mode in run.aggregations),
         f"{CONTEXT}, and another aggregation than sum",
     ),
@@ -129,7 +129,7 @@ DENSE = (
     ),
     PlantedBug(
         "targets-shifted-after-sharding",
-        {"isoloss.engine.step.forward_backward.pack": _targets_shifted_after_sharding},
+        {"isoloss.engine.step.step_batch.pack": _targets_shifted_after_sharding},
         lambda run: run.layout.context > 1,
         CONTEXT,
     ),
@@ -138,7 +138,7 @@ DENSE = (
     ),
     PlantedBug(
         "fully-masked-sequence-counted",
-        {"isoloss.parallel.normalizer.token_weights": _fully_masked_sequence_counted},
+        {"isoloss.engine.step.step_batch.token_weights": _fully_masked_sequence_counted},
         lambda run: any(mode.startswith("seq-mean") for mode in run.aggregations),
         "an aggregation that begins with seq-mean",
     ),

@@ -16,13 +16,13 @@ def _expert_gradients_averaged(chunks, groups):
 
 
 def _router_losses_by_micro_batch() -> Mapping[str, Wrong]:
-    """The mean over the sequences, or tokens, of each micro-batch, averaged over micro-batches."""
+    """Average, over micro-batches, the means over the sequences or tokens of each."""
     plans = []
 
     def remember(prepare_step: Callable) -> Callable:
-        def prepare_and_remember(samples, loss, placement, mesh, device):
-            plans.append(placement.plan)
-            return prepare_step(samples, loss, placement, mesh, device)
+        def prepare_and_remember(samples, loss, plan, mesh, device):
+            plans.append(plan)
+            return prepare_step(samples, loss, plan, mesh, device)
 
         return prepare_and_remember
 
@@ -45,18 +45,18 @@ def _router_losses_by_micro_batch() -> Mapping[str, Wrong]:
 
 
 def _every_token(real_Z: property) -> property:
-    """Padding counted as well."""
+    """Count padding as well."""
     del real_Z
     return property(lambda tokens: torch.ones_like(tokens.piece_Z, dtype=torch.bool))
 
 
 def _of_a_document(documents_Z: property) -> property:
-    """Padding counted as a token of one."""
+    """Count padding as a token of a document."""
     return property(lambda tokens: documents_Z.__get__(tokens).clamp(min=1))
 
 
 def _deaf_for_counts(distributed):
-    """Of torch.distributed, one that leaves every rank with loads of its own."""
+    """Return a torch.distributed that leaves every rank with loads of its own."""
 
     def all_reduce(tensor, **kwargs):
         if tensor.dtype != torch.int64:
@@ -74,8 +74,8 @@ def _rows_are_shared(run: RunTraits) -> bool:
 
 
 def _averages_router_losses(run: RunTraits) -> bool:
-    """Whether means over micro-batches, averaged, are other losses of the routers: one mean over documents, one over
-    tokens, and sums where the loss leaves the normalization to the caller."""
+    """Return whether averaged means over micro-batches change a router loss. One router loss is a mean over documents,
+    one a mean over tokens, and both are sums where the loss leaves the normalization to the caller."""
     if run.moe is None:
         return False
     ones = tuple(tuple(1 for _ in lengths) for lengths in run.documents)

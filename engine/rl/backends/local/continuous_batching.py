@@ -1,38 +1,34 @@
-"""Completions of a model in this process: as many rows as allowed decode together, and a free place is filled at once.
+"""Completions of a model in this process: up to a limit rows decode together, and a free place is filled at once.
 
 Shape suffixes: B rows of the batch, V the vocabulary.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from isoloss.engine.instruments import watchdog
 from isoloss.engine.rl.backends.local.sampling import choose, noise_key
-from isoloss.engine.rl.backends.protocol import Arrived, ignore
 from isoloss.engine.rl.trajectory import Completion, Finish, Request, Sampling
-from isoloss.parallel import UserError
 
 MAX_PREFILL = 16384  # tokens that are read in one forward, padding included; a longer row is read alone
 
 
 @dataclass
 class ActiveSequence:
-    """A request under way: its place among the requests, and what it has so far."""
+    """A request in flight and its tokens so far."""
 
-    index: int
     request: Request
+    sampling: Sampling
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
     @classmethod
-    def start(cls, index: int, request: Request) -> "ActiveSequence":
-        row = cls(index, request)
+    def start(cls, request: Request, sampling: Sampling) -> "ActiveSequence":
+        row = cls(request, sampling)
         if request.partial:
             row.tokens += request.partial.tokens
             row.logprobs += request.partial.logprobs
@@ -47,39 +43,40 @@ class ActiveSequence:
     def context(self) -> tuple[int, ...]:
         return (*self.request.prompt_tokens, *self.tokens)
 
-    def finish(self, sampling: Sampling) -> Finish | None:
+    @property
+    def finish(self) -> Finish | None:
         """How the completion ended; None while it goes on."""
-        if self.tokens and self.tokens[-1] in sampling.stop_token_ids:
+        if self.tokens and self.tokens[-1] in self.sampling.stop_token_ids:
             return "stop"
-        return "length" if len(self.tokens) >= sampling.max_new_tokens else None
+        return "length" if len(self.tokens) >= self.sampling.max_new_tokens else None
 
-    def completion(self, sampling: Sampling) -> Completion:
-        finish = self.finish(sampling) or "abort"
-        return Completion(self.request.id, tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), finish)
+    def completion(self) -> Completion:
+        numbers = tuple(self.tokens), tuple(self.logprobs), tuple(self.versions)
+        return Completion(self.request.id, *numbers, self.finish or "abort")
 
 
 class Batch(Protocol):
-    """Rows that decode together, with what the model keeps of them: of all tokens but the newest of each."""
+    """Rows that decode together, and what the model keeps of their tokens: all but the newest of each row."""
 
     rows: list[ActiveSequence]
 
     def select(self, keep: Sequence[int]) -> "Batch":
-        """These rows alone. Uses this one up."""
+        """Return a batch of these rows alone. Uses this one up."""
         ...
 
     def join(self, other: Any) -> "Batch":
-        """The rows of both, which are used up."""
+        """Return a batch of the rows of both, which are used up."""
         ...
 
 
 class Decoder(Protocol):
     """A model that reads tokens and gives the logits of the next ones.
 
-    Logits may be None on a rank that has them not; it then has its own `choose`.
+    Logits may be None on a rank that does not hold them; it then overrides `choose`.
     """
 
     def prefill(self, rows: Sequence[ActiveSequence]) -> tuple[Batch, Tensor | None]:
-        """Read prompts (and what partial completions have); the logits of each row's next token, [B, V].
+        """Read prompts and partial completions; the logits of each row's next token, [B, V].
 
         Rows with the same tokens, such as the completions of one prompt, are read once.
         """
@@ -90,47 +87,91 @@ class Decoder(Protocol):
         ...
 
     def idle(self) -> None:
-        """A forward for the sake of other ranks, which have rows left: where their experts are on this one too."""
+        """Run a forward for other ranks that have rows left and experts on this rank."""
 
     def choose(self, logits_BV: Any, keys_B: Sequence[int], sampling: Sampling) -> tuple[Tensor, Tensor]:
         """See `sampling.choose`."""
         return choose(logits_BV, keys_B, sampling)
 
 
-def generate(
-    decoder: Decoder,
-    requests: Sequence[Request],
-    sampling: Sampling,
-    concurrency: int,
-    version: int,
-    proceed: Callable[[bool], bool] = lambda working: working,
-    arrived: Arrived = ignore,
-) -> list[Completion]:
-    """One completion a request, in the order of the requests. At most `concurrency` of them decode together.
+class RowScheduler:
+    """The rows of one model: at most `concurrency` of them decode together, the others wait for a place, in order.
 
-    version: of the weights, noted with every new token.
-    proceed: asked before every forward, and told whether rows are left; False ends all requests with what they have
-        (finish="abort").
-    arrived: told of each completion when it ends by itself.
+    version: weight version, noted with every new token.
+    ended: called with each row when its completion ends, from `add`, `step` or `abort`.
     """
-    rows = [ActiveSequence.start(index, request) for index, request in enumerate(requests)]
-    waiting = deque(row for row in rows if row.finish(sampling) is None)
-    running: Batch | None = None
-    with torch.inference_mode():
-        while proceed(bool(waiting or running)):
-            watchdog.beat()
-            if not waiting and running is None:
-                decoder.idle()
-                continue
-            free = concurrency - (len(running.rows) if running else 0)
-            # Reading prompts stops the others, so several are let in at a time.
-            if running is None or (waiting and 4 * free >= concurrency):
-                batch, logits_BV = decoder.prefill(admit(waiting, free))
-                new = advance(decoder, batch, logits_BV, sampling, version, arrived)
-                running = running.join(new) if running and new else running or new
-            else:
-                running = advance(decoder, running, decoder.decode(running), sampling, version, arrived)
-    return [row.completion(sampling) for row in rows]
+
+    def __init__(self, decoder: Decoder, concurrency: int, version: int, ended: Callable[[ActiveSequence], object]):
+        self.decoder, self._concurrency, self._version, self._ended = decoder, concurrency, version, ended
+        self._waiting: deque[ActiveSequence] = deque()
+        self._running: Batch | None = None
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting) or self._running is not None
+
+    def add(self, rows: Iterable[ActiveSequence]) -> None:
+        for row in rows:
+            self._waiting.append(row) if row.finish is None else self._ended(row)
+
+    def step(self) -> None:
+        """Give a token to every running row, or to rows that are let in: reading their prompts stops the others, so
+        several are let in at a time."""
+        free = self._concurrency - (len(self._running.rows) if self._running else 0)
+        if self._running is None or (self._waiting and 4 * free >= self._concurrency):
+            batch, logits_BV = self.decoder.prefill(admit(self._waiting, free))
+            new = self._advance(batch, logits_BV)
+            self._running = self._running.join(new) if self._running and new else self._running or new
+        else:
+            self._running = self._advance(self._running, self.decoder.decode(self._running))
+
+    def drop(self, ids: Collection[str]) -> None:
+        """Forget the rows of these requests; they do not end."""
+        self._waiting = deque(row for row in self._waiting if row.request.id not in ids)
+        if self._running is not None:
+            keep = [k for k, row in enumerate(self._running.rows) if row.request.id not in ids]
+            self._running = _kept(self._running, keep)
+
+    def take_rows(self) -> list[ActiveSequence]:
+        """Return all rows, which leave: the oldest first."""
+        rows = [*(self._running.rows if self._running else ()), *self._waiting]
+        self._running = None
+        self._waiting.clear()
+        return rows
+
+    def abort(self) -> None:
+        for row in self.take_rows():
+            self._ended(row)
+
+    def _advance(self, batch: Batch, logits_BV: Tensor | None) -> Batch | None:
+        """Give every row its next token; the rows that go on, None where there are none."""
+        rows = batch.rows
+        for chosen in _by_sampling(rows):
+            keys = [noise_key(rows[k].sampling.seed, rows[k].request.id, len(rows[k].tokens)) for k in chosen]
+            logits = logits_BV if logits_BV is None or len(chosen) == len(rows) else logits_BV[chosen]
+            tokens_B, logprobs_B = self.decoder.choose(logits, keys, rows[chosen[0]].sampling)
+            for k, token, logprob in zip(chosen, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+                rows[k].tokens.append(token)
+                rows[k].logprobs.append(logprob)
+                rows[k].versions.append(self._version)
+        for row in rows:
+            if row.finish is not None:
+                self._ended(row)
+        return _kept(batch, [k for k, row in enumerate(rows) if row.finish is None])
+
+
+def _by_sampling(rows: Sequence[ActiveSequence]) -> list[list[int]]:
+    """Return the indices of rows whose tokens can be chosen in one call: those with one temperature and one top_p."""
+    alike: dict[tuple[float, float], list[int]] = {}
+    for k, row in enumerate(rows):
+        alike.setdefault((row.sampling.temperature, row.sampling.top_p), []).append(k)
+    return list(alike.values())
+
+
+def _kept(batch: Batch, keep: Sequence[int]) -> Batch | None:
+    if len(keep) == len(batch.rows):
+        return batch
+    return batch.select(keep) if keep else None
 
 
 def admit(waiting: deque[ActiveSequence], free: int) -> list[ActiveSequence]:
@@ -143,45 +184,3 @@ def admit(waiting: deque[ActiveSequence], free: int) -> list[ActiveSequence]:
             break
         rows.append(waiting.popleft())
     return rows
-
-
-def advance(
-    decoder: Decoder,
-    batch: Batch,
-    logits_BV: Tensor | None,
-    sampling: Sampling,
-    version: int,
-    arrived: Arrived = ignore,
-) -> Batch | None:
-    """Give every row its next token; the rows that go on, None where there are none."""
-    keys_B = [noise_key(sampling.seed, row.request.id, len(row.tokens)) for row in batch.rows]
-    tokens_B, logprobs_B = decoder.choose(logits_BV, keys_B, sampling)
-    for row, token, logprob in zip(batch.rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
-        row.tokens.append(token)
-        row.logprobs.append(logprob)
-        row.versions.append(version)
-    for row in batch.rows:
-        if row.finish(sampling) is not None:
-            arrived(row.completion(sampling))
-    keep = [k for k, row in enumerate(batch.rows) if row.finish(sampling) is None]
-    if len(keep) == len(batch.rows):
-        return batch
-    return batch.select(keep) if keep else None
-
-
-def check_requests(requests: Sequence[Request], sampling: Sampling, max_positions: int) -> None:
-    """Raises UserError for a prompt that is empty or too long, ValueError where two requests have one id."""
-    for request in requests:
-        length = len(request.prompt_tokens)
-        if length == 0:
-            raise UserError(f"{request.id}: the prompt has no tokens; delete the row or give it a prompt")
-        if length + sampling.max_new_tokens > max_positions:
-            raise UserError(
-                f"{request.id}: a prompt of {length} tokens and rollout.max_new_tokens={sampling.max_new_tokens} are "
-                f"more than the model's max_position_embeddings={max_positions}; shorten the prompt or lower the key"
-            )
-    ids = {request.id for request in requests}
-    if len(ids) < len(requests):
-        seen: set[str] = set()
-        twice = next(r.id for r in requests if r.id in seen or seen.add(r.id))
-        raise ValueError(f"two requests are called {twice}; they would draw the same random numbers")

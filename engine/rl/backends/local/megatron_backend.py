@@ -1,14 +1,148 @@
-"""The rollout backend of the trainer's own model: what trains also generates."""
+"""The rollout backend of the trainer's own model: no second copy of the weights, no transfer of them, and the kernels
+of training, so that the model that generates and the one that trains differ by rounding alone.
 
-from collections.abc import Iterable
+Rows stand one behind the other, one token each, as documents do in training: nothing is padded. Shape suffixes: B rows,
+V the vocabulary, R tokens of the packed row.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor, nn
 
 from isoloss.engine.rl.backends.local.base import LocalBackend
-from isoloss.engine.rl.backends.local.megatron_decoder import MegatronDecoder
+from isoloss.engine.rl.backends.local.continuous_batching import ActiveSequence, Decoder
 from isoloss.engine.rl.backends.protocol import Bucket, Receives
+from isoloss.engine.rl.trajectory import Sampling
 from isoloss.engine.step.engine import Engine
+from isoloss.models.mcore import patches
+from isoloss.models.mcore.gpt import forward_row
+from isoloss.models.mcore.moe.experts import RoutedRow
+from isoloss.models.model import Model
+from isoloss.parallel.ops.kv_cache import KeyValueCache
+from isoloss.parallel.ops.prepacked import PackedMatrix
+from isoloss.parallel.runtime.upload import upload
+from isoloss.parallel.schedule import through_stages
+
+
+class PackedProducts:
+    """Matrices of a model that generates on a CPU, laid out for products of few rows.
+
+    They take the memory of the weights once more. Those of experts are left out.
+
+    head: the output matrix, on the last stage.
+    """
+
+    def __init__(self, model: Model, rows: int):
+        """rows: that decode together."""
+        self._layers = {
+            layer: PackedMatrix(layer.weight, rows)
+            for module in model.modules
+            for layer in module.decoder.modules()
+            if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and layer.weight is not None
+        }
+        last = model.modules[-1]
+        self.head = PackedMatrix(last.output_weight(), rows) if last.post_process else None
+
+    @staticmethod
+    def serve(model: Model) -> bool:
+        return PackedMatrix.serves(model.tensors()[0]) and model.mesh.tp.size() == 1
+
+    def in_layers(self) -> AbstractContextManager[None]:
+        """What the layers multiply by meanwhile."""
+        return patches.multiply_by(self._layers)
+
+
+@dataclass
+class CachedRows:
+    """Rows that decode together, and the keys and values of all their tokens but the newest."""
+
+    rows: list[ActiveSequence]
+    cache: KeyValueCache
+
+    def select(self, keep: Sequence[int]) -> "CachedRows":
+        self.cache.select(keep)
+        return CachedRows([self.rows[k] for k in keep], self.cache)
+
+    def join(self, other: "CachedRows") -> "CachedRows":
+        self.cache.join(other.cache)
+        return CachedRows([*self.rows, *other.rows], self.cache)
+
+
+class MegatronDecoder(Decoder):
+    """By the model's weights as they are when it first decodes.
+
+    Every method is collective over tp x pp, whose ranks pass the same rows, and one for one over the ranks that share
+    experts. Logits are on the last stage.
+    """
+
+    def __init__(self, model: Model):
+        self._model = model
+        layout = model.mesh.layout
+        self._multiple = layout.tp if layout.sequence_parallel else 1
+        self._products: PackedProducts | None = None
+
+    def prefill(self, rows: Sequence[ActiveSequence]) -> tuple[CachedRows, Tensor | None]:
+        """See `Decoder`."""
+        place: dict[tuple[int, ...], int] = {}
+        source = [place.setdefault(row.context, len(place)) for row in rows]
+        lengths = [len(context) for context in place]
+        cache = KeyValueCache(lengths, self._model.device)
+        tokens = [token for context in place for token in context]
+        positions = [position for length in lengths for position in range(length)]
+        ends = torch.tensor(lengths).cumsum(0) - 1
+        logits_BV = self._forward(tokens, positions, lengths, ends, cache)
+        cache.begin(source)
+        if logits_BV is not None:
+            logits_BV = logits_BV[torch.tensor(source, device=logits_BV.device)]
+        return CachedRows(list(rows), cache), logits_BV
+
+    def decode(self, batch: CachedRows) -> Tensor | None:
+        """See `Decoder`."""
+        tokens, positions = [row.tokens[-1] for row in batch.rows], [row.length - 1 for row in batch.rows]
+        count = len(tokens)
+        if self._products is None and PackedProducts.serve(self._model):
+            self._products = PackedProducts(self._model, count)
+        with self._products.in_layers() if self._products else nullcontext():
+            logits_BV = self._forward(tokens, positions, [1] * count, torch.arange(count), batch.cache)
+        batch.cache.grown()
+        return logits_BV
+
+    def idle(self) -> None:
+        """See `Decoder`."""
+        self._forward([0], [0], [1], torch.zeros(1, dtype=torch.int64), KeyValueCache([1], self._model.device))
+
+    def choose(self, logits_BV: Tensor | None, keys_B: Sequence[int], sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """See `Decoder`. One broadcast over pp."""
+        pp = self._model.mesh.pp
+        if pp.size() == 1:
+            return super().choose(logits_BV, keys_B, sampling)
+        chosen_2B = torch.empty(2, len(keys_B), dtype=torch.float64, device=self._model.device)
+        if logits_BV is not None:
+            chosen_2B.copy_(torch.stack([each.double() for each in super().choose(logits_BV, keys_B, sampling)]))
+        dist.broadcast(chosen_2B, group=pp, group_src=pp.size() - 1)
+        return chosen_2B[0].long(), chosen_2B[1]
+
+    def _forward(
+        self, tokens: list[int], positions: list[int], lengths: list[int], at: Tensor, cache: KeyValueCache
+    ) -> Tensor | None:
+        """The logits at these places of a row of documents of these lengths, on the last stage."""
+        model, device = self._model, self._model.device
+        rest = -len(tokens) % self._multiple
+        both = upload(torch.tensor([tokens + [0] * rest, positions + list(range(rest))]), device)
+        lengths = lengths + [rest] * (rest > 0)
+
+        def forward(chunk: nn.Module) -> Tensor:
+            return forward_row(chunk, both[0], both[1], RoutedRow(lengths=tuple(lengths), cache=cache))
+
+        hidden = through_stages(model.mesh, model.chunks, both.shape[1] // self._multiple, forward)
+        if hidden is None:
+            return None
+        return model.logits(hidden, upload(at, device), self._products.head if self._products else None)
 
 
 class MegatronBackend(LocalBackend):
@@ -35,16 +169,17 @@ class MegatronBackend(LocalBackend):
         replicas = self._engine.mesh.dp_context
         return replicas.rank(), replicas.size()
 
-    def speaks(self) -> bool:
+    def answers(self) -> bool:
         return self._engine.mesh.stage.rank() == 0
 
-    def proceed(self, working: bool) -> bool:
-        """All ranks that decode together go on, or none: as long as one has rows left. One all-reduce among them."""
+    def agree(self, known: int, busy: bool) -> tuple[int, bool]:
+        """As `LocalBackend.agree`. One all-reduce among the ranks that decode together."""
         if self._together.size() == 1:
-            return super().proceed(working)
-        told = torch.tensor([working, not self._gate.open()], dtype=torch.int32, device=self._engine.device)
-        dist.all_reduce(told, dist.ReduceOp.MAX, group=self._together)
-        return told.tolist() == [1, 0]
+            return known, busy
+        largest = torch.tensor([known, busy], dtype=torch.int32, device=self._engine.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._together)
+        known, busy = largest.tolist()
+        return known, bool(busy)
 
     def update_weights(self, buckets: Iterable[Bucket], version: int) -> None:
         """The weights are those of the engine already: nothing is asked of `buckets`."""

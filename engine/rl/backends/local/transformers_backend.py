@@ -24,7 +24,7 @@ from isoloss.models.families.registry import hf_folder, read_architecture, read_
 from isoloss.models.weights.weight_map import LM_HEAD, hf_shapes, output_name, weight_map
 
 
-class InProcessBackend(LocalBackend):
+class TransformersBackend(LocalBackend):
     """A whole copy of the model on every rank, besides the trainer's, in whatever layout that one is.
 
     folder: a Hugging Face folder or a checkpoint; only its config.json is read, weights come through `update_weights`.
@@ -138,5 +138,6 @@ def _transformers_name(tensor: str, arch: Architecture) -> str:
         return LM_HEAD
     if tensor.startswith(arch.tensor_prefix):
         tensor = "model." + tensor.removeprefix(arch.tensor_prefix)
-    tensor = tensor.replace(f".self_attn.{arch.sinks_name}", ".self_attn.sinks")
+    for sinks in {kind.sinks for kind in arch.attentions} - {""}:
+        tensor = tensor.replace(f".self_attn.{sinks}", ".self_attn.sinks")
     return tensor.replace(f".{arch.experts.names.module}.", ".mlp.") if arch.experts else tensor

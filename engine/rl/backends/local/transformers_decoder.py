@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from isoloss.engine.rl.backends.local.continuous_batching import ActiveSequence, Decoder
-from isoloss.parallel.vocab import softcapped, unrounded_logits
+from isoloss.parallel.loss_head import softcapped, unrounded_logits
 
 
 @dataclass

@@ -1,9 +1,7 @@
-"""A fleet of inference servers as a rollout backend: rank 0 talks to them, the other ranks hear of it."""
+"""A fleet of inference servers as a rollout backend: rank 0 talks to them, the other ranks get the outcome."""
 
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,48 +9,38 @@ from typing import Any
 import torch.distributed as dist
 
 from isoloss.engine.instruments import watchdog
-from isoloss.engine.rl.backends.protocol import Arrived, Bucket, Receives, ignore
+from isoloss.engine.rl.backends.protocol import Bucket, Receives, RolloutBackend
 from isoloss.engine.rl.backends.servers.api_key import ApiKey, api_key_of
 from isoloss.engine.rl.backends.servers.fault_counts import Incidents
-from isoloss.engine.rl.backends.servers.generate import Fleet, generate, try_abort
+from isoloss.engine.rl.backends.servers.generate import Dispatcher, Fleet, try_abort
 from isoloss.engine.rl.backends.servers.health import (
-    POLL_SECONDS,
-    Check,
     check_alike,
     explain,
-    is_alive,
     is_healthy,
-    passes,
     serves,
     try_resume,
     try_sleep,
-    wait_until,
 )
-from isoloss.engine.rl.backends.servers.process import ServerProcess
+from isoloss.engine.rl.backends.servers.life import ServerLife
 from isoloss.engine.rl.backends.servers.response_check import damage
-from isoloss.engine.rl.backends.servers.server import Server, ServerLost, WeightSync, on_all
+from isoloss.engine.rl.backends.servers.server import Server, WeightSync, on_all
 from isoloss.engine.rl.config import RolloutConfig
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
-from isoloss.models.families.registry import hf_folder
 from isoloss.parallel import UserError
 from isoloss.parallel.rank0 import RankZero
 
 MEMORY = ("weights", "kv_cache")
 
 
-def outlines(completions: Sequence[Completion | None]) -> list[Completion | None]:
-    return [completion and completion.outline() for completion in completions]
-
-
-class ServerBackend:
-    """A `BesideTraining` backend on the servers of `config.servers`.
+class ServerBackend(RolloutBackend):
+    """A rollout backend on the servers of `config.servers`, which generate while the trainer does something else.
 
     model: the Hugging Face folder or checkpoint of the policy; its config.json and tokenizer go along with weights on
         disk, and {model} of rollout.server_command is its Hugging Face folder.
-    vocab_size: of the policy: token ids that a server answers with are below it.
-    log_folder: where the output of servers that are started here goes.
+    vocab_size: size of the policy's vocabulary: token ids that a server answers with are below it.
+    log_folder: folder for the output of servers that are started here.
     server: makes the client of one URL, from it, the seconds that an answer may take, and the servers' key.
-    weight_sync: makes what brings weights to them.
+    weight_sync: makes the way for weights to reach them.
 
     Collective over the world: servers are waited for, with rollout.server_command after they were started. Raises
     UserError for servers that do not come up in rollout.timeout, or do not fit the configuration.
@@ -69,12 +57,11 @@ class ServerBackend:
     ):
         self._config = config
         self._vocab_size = vocab_size
-        self._rank0 = RankZero(partial(explain, timeout=config.timeout), watchdog.patient)
-        self._sync = weight_sync(config, model, self._rank0.group)
+        self.rank0 = RankZero(partial(explain, timeout=config.timeout), watchdog.patient)
+        self._sync = weight_sync(config, model, self.rank0.group)
         self.receives: Receives = self._sync.receives
         self._version: int | None = None  # that the last complete update gave to all servers; on every rank
-        self._of_batch: set[int] = set()  # versions that tokens of the present batch may have; on rank 0
-        self._aborted = threading.Event()
+        self._valid_versions: set[int] = set()  # that tokens of requests in flight may have; on rank 0
         self._paused = False
         self._closed = False
         key = api_key_of(config)
@@ -82,69 +69,57 @@ class ServerBackend:
         self._router = server(config.router, config.timeout, key) if config.router else None
         self._incidents = Incidents(self._servers)
         self._keeps_weights = False  # whether colocated servers' weights survive giving back their memory
-        self._processes: dict[Server, ServerProcess] = {}
-        if config.server_command is not None and self._rank0.here:
-            folder, logs = hf_folder(model).absolute(), Path(log_folder)
-            self._processes = {
-                each: ServerProcess(config.server_command, each.url, folder, logs, key) for each in self._servers
-            }
-        self._rank0.run(self._open)
+        self._life = ServerLife(config, model, log_folder, self._servers, self._incidents, key)
+        self._dispatcher = Dispatcher(
+            config.concurrency,
+            config.timeout,
+            self._find_fleet,
+            lambda: on_all(self._servers, try_abort),
+            partial(explain, timeout=config.timeout),
+        )
+        self.rank0.run(self._open)
 
     # ---- generation -------------------------------------------------------------------------------------------------
 
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived = ignore
-    ) -> list[Completion | None]:
-        """See `RolloutBackend`. A server takes part if it serves the version of the last update (behind a router all
-        must); with none that does, every completion is None."""
-        self._aborted.clear()
-        return self._rank0.run(lambda: self._generate(requests, sampling, arrived), outlines)
+    def submit(self, request: Request, sampling: Sampling) -> Future[Completion]:
+        """See `RolloutBackend`."""
+        return self._dispatcher.submit(request, sampling)
 
-    def begin(
-        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived
-    ) -> Future[Sequence[Completion | None]]:
-        """See `BesideTraining`."""
-        self._aborted.clear()
-        result: Future[Sequence[Completion | None]] = Future()
+    def serve(self, goal: Future | None) -> None:
+        """See `RolloutBackend`: servers need nobody, so this waits. With rollout.colocated they sleep when nothing is
+        in flight any more. One broadcast."""
 
-        def generate() -> None:
-            try:
-                result.set_result(self._generate(requests, sampling, arrived))
-            except Exception as error:
-                result.set_exception(explain(error, self._config.timeout))
+        def wait_for_goal() -> None:
+            assert goal is not None, "this is rank 0"
+            wait([goal])
+            losses = self._dispatcher.take_losses()
+            if losses:
+                self._life.insist_on_one(losses)
+            else:
+                self.sleep(MEMORY)
 
-        threading.Thread(target=generate, daemon=True).start()
-        return result
+        self.rank0.run(wait_for_goal)
 
-    def _generate(self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived) -> list[Completion | None]:
-        served = self._served_versions()
+    def _find_fleet(self) -> Fleet:
+        """A server takes part if it serves the version of the last update (behind a router all must)."""
+        served = self._life.served_versions()
         ready = [server for server, version in served.items() if version is not None and version == self._version]
-        if not ready or (self._router is not None and len(ready) < len(served)):
-            self._incidents.count("completions_lost", len(requests))
-            self._insist_on_one([])
-            return [None] * len(requests)
-        self._of_batch = {version for version in (self._version,) if version is not None}
-        self.wake(MEMORY)
-        fleet = Fleet(
-            ready if self._router is None else [self._router],
-            self._takes_part,
-            lambda answer, budget: damage(answer, budget, sampling, self._vocab_size, self._of_batch),
-            self._incidents,
-        )
-        limits = self._config.concurrency, self._config.timeout
-        completions = generate(fleet, requests, sampling, *limits, self._aborted, self._abort_all, arrived)
-        if None in completions:
-            self._incidents.count("completions_lost", completions.count(None))
-            self._insist_on_one(fleet.losses)
-        else:
-            self.sleep(MEMORY)
-        return completions
+        if self._router is not None:
+            ready = [self._router] if len(ready) == len(served) else []
+        self._valid_versions = {version for version in (self._version,) if version is not None}
+        if ready:
+            self.wake(MEMORY)
+
+        def wrong(answer: Completion, budget: int, sampling: Sampling) -> str | None:
+            return damage(answer, budget, sampling, self._vocab_size, self._valid_versions)
+
+        return Fleet(ready, self._takes_part, wrong, self._incidents)
 
     def _takes_part(self, server: Server) -> bool:
-        """Whether the server, or all that are behind the router, still serve the weights of the batch."""
+        """Whether the server, or every one behind the router, still serves the weights of the requests in flight."""
         if server is not self._router:
-            return serves(server, self._of_batch)
-        return is_healthy(server) and all(on_all(self._servers, lambda each: serves(each, self._of_batch)))
+            return serves(server, self._valid_versions)
+        return is_healthy(server) and all(on_all(self._servers, lambda each: serves(each, self._valid_versions)))
 
     def pause(self) -> None:
         self._paused = True
@@ -155,24 +130,20 @@ class ServerBackend:
         on_all(self._servers, lambda server: server.resume())
 
     def abort(self) -> None:
-        """See `RolloutBackend`. What a pause keeps from the scheduler comes back after `resume`."""
-        self._aborted.set()
-        self._abort_all()
-
-    def _abort_all(self) -> None:
-        on_all(self._servers, try_abort)
+        """See `RolloutBackend`. Requests that a pause keeps from the scheduler come back after `resume`."""
+        self._dispatcher.abort()
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     @watchdog.patiently  # every call of a server has rollout.timeout
     def update_weights(self, buckets: Iterable[Bucket], version: int) -> None:
-        """See `RolloutBackend`. Requests under way stop for it and go on with the new weights; with rollout.colocated
+        """See `RolloutBackend`. Requests in flight stop for it and go on with the new weights; with rollout.colocated
         none may be, and the servers take back the memory of their weights first, and that of their caches when they
         next generate."""
         last, self._version = self._version, None
         failure: Exception | None = None
         try:  # before a rank takes memory for a bucket, the servers have given theirs
-            changed = self._rank0.run(lambda: self._begin_update(last))
+            changed = self.rank0.run(lambda: self._begin_update(last))
         except Exception as error:
             failure, changed = error, True
         if changed:
@@ -182,11 +153,11 @@ class ServerBackend:
             if failure is None:
                 failure = self._send(payload)
         if failure is None:
-            failure = self._rank0.attempt(lambda: self._end_update(version))
+            failure = self.rank0.attempt(lambda: self._end_update(version))
         if failure is not None:
             self._incidents.count("syncs_retried")
             self._abandon_update()
-        failure = self._rank0.agree(failure)
+        failure = self.rank0.agree(failure)
         self._sync.release()
         if failure is not None:
             raise failure
@@ -200,14 +171,14 @@ class ServerBackend:
             self._sync.send(self._servers, payload)
 
         if self.receives != "owner":
-            return self._rank0.attempt(send)
-        return self._rank0.agree(None if payload is None else self._rank0.attempt_here(send))
+            return self.rank0.attempt(send)
+        return self.rank0.agree(None if payload is None else self.rank0.attempt_here(send))
 
     def _begin_update(self, last: int | None) -> bool:
         """Returns whether a server may have left what the last update set up."""
-        self._come_up(lambda server: server.check_alive())
+        self._life.come_up(lambda server: server.check_alive())
         # One that was restarted has, and one that an update failed on may be in the middle of something.
-        changed = last is None or set(self._served_versions().values()) != {last}
+        changed = last is None or set(self._life.served_versions().values()) != {last}
         self.sleep(["kv_cache"])  # a server that has just come up has all of its memory
         self.wake(["weights"])
         on_all(self._servers, lambda server: server.pause())
@@ -220,12 +191,12 @@ class ServerBackend:
         self._sync.end(self._servers)
         on_all(self._servers, lambda server: server.end_update())
         on_all(self._servers, lambda server: server.flush_cache())
-        self._of_batch.add(version)  # before a token can have it
+        self._valid_versions.add(version)  # before a token can have it
         # Only now, so that a server never claims a version of which it has a part.
         on_all(self._servers, lambda server: server.set_weight_version(version))
         if not self._paused:
             on_all(self._servers, lambda server: server.resume())
-        wrong = {str(server): found for server, found in self._served_versions().items() if found != version}
+        wrong = {str(server): found for server, found in self._life.served_versions().items() if found != version}
         if wrong:
             raise UserError(
                 f"rollout.servers: weights of version {version} were sent, but what servers say they have is {wrong}; "
@@ -235,20 +206,20 @@ class ServerBackend:
 
     def _abandon_update(self) -> None:
         """After a failure: the servers hold a mixture, so what waits for them must end, and not go on with it."""
-        self._aborted.set()
-        for undo in (try_abort, lambda server: server.end_update(), lambda server: server.resume()):
-            self._rank0.attempt(lambda undo=undo: on_all(self._servers, undo))
+        self.rank0.attempt(self._dispatcher.abort)
+        for undo in (lambda server: server.end_update(), lambda server: server.resume()):
+            self.rank0.attempt(lambda undo=undo: on_all(self._servers, undo))
 
     def weight_version(self) -> int | None:
         """See `RolloutBackend`."""
-        versions = self._rank0.run(lambda: set(self._served_versions().values()))
+        versions = self.rank0.run(lambda: set(self._life.served_versions().values()))
         return self._version if versions == {self._version} else None
 
     # ---- memory of colocated servers --------------------------------------------------------------------------------
 
     def sleep(self, tags: Sequence[str]) -> None:
         """On rank 0, with rollout.colocated: the servers give back the memory of `tags`, but weights only if those
-        survive it (--enable-weights-cpu-backup). Nothing may be under way. A server that is gone has no memory."""
+        survive it (--enable-weights-cpu-backup). Nothing may be in flight. A server that is gone has no memory."""
         if self._config.colocated:
             given = [tag for tag in tags if tag == "kv_cache" or self._keeps_weights]
             on_all(self._servers, lambda server: try_sleep(server, given))
@@ -261,7 +232,7 @@ class ServerBackend:
 
     def check_health(self) -> None:
         """See `RolloutBackend`. A server that is ours to restart is restarted; `weight_version` then shows it."""
-        self._rank0.run(lambda: self._come_up(lambda server: server.check_health()))
+        self.rank0.run(lambda: self._life.come_up(lambda server: server.check_health()))
 
     def take_counts(self) -> dict[str, int]:
         """See `RolloutBackend`. All 0 on ranks but 0."""
@@ -272,14 +243,14 @@ class ServerBackend:
         if self._closed:
             return
         self._closed = True
-        failure = self._rank0.attempt_here(self._close)
-        self._rank0.close()
+        failure = self.rank0.attempt_here(self._close)
+        self.rank0.close()
         if failure is not None:
             raise failure
 
     def _open(self) -> None:
         on_all(self._servers, try_resume)
-        self._come_up(lambda server: server.check_health())
+        self._life.come_up(lambda server: server.check_health())
         self._incidents.take()  # one that was not there yet was not lost
         if not self._config.colocated:
             return
@@ -294,65 +265,8 @@ class ServerBackend:
         self.sleep(MEMORY)
 
     def _close(self) -> None:
+        self._dispatcher.close()
         self._sync.close(self._servers)
         for server in (*self._servers, *([self._router] if self._router else ())):
             server.close()
-        self._stop_processes()
-
-    def _stop_processes(self) -> None:
-        for process in self._processes.values():
-            process.stop()
-
-    def _come_up(self, check: Check) -> None:
-        self._revive(check)
-        # Not for ours: one that dies just now would be waited for, and started by nobody.
-        others = [server for server in self._servers if server not in self._processes]
-        on_all(others, lambda server: wait_until(check, server, self._config.timeout, self._incidents.lost))
-        for server in self._servers:
-            self._incidents.returned(server)
-
-    def _revive(self, check: Check) -> None:
-        """Start those servers of ours that do not pass the check, and wait for them."""
-        dead = [
-            server for server, process in self._processes.items() if not process.running or not passes(check, server)
-        ]
-        for server in dead:
-            self._incidents.lost(server)
-            self._processes[server].start()
-            server.asleep.clear()
-        for server in dead:
-            try:
-                self._processes[server].wait_ready(partial(is_healthy, server), self._config.timeout)
-            except UserError:
-                self._stop_processes()
-                raise
-
-    def _served_versions(self) -> dict[Server, int | None]:
-        """What each server serves; None for weights that are not ours, and for a server that does not answer."""
-
-        def of(server: Server) -> int | None:
-            try:
-                version, lost = server.weight_version(), False
-            except ServerLost:
-                version, lost = None, True
-            if not lost:
-                self._incidents.returned(server)
-            if lost or (version is None and server.had_ours):
-                server.asleep.clear()  # whatever comes up there has all of its memory
-                self._incidents.lost(server)
-            server.had_ours = version is not None
-            return version
-
-        return dict(zip(self._servers, on_all(self._servers, of)))
-
-    def _insist_on_one(self, losses: list[str]) -> None:
-        """UserError where nothing can be hoped for: no server comes back, and none is ours to restart."""
-        deadline = time.monotonic() + self._config.timeout
-        while not self._processes and not any(on_all(self._servers, is_alive)):
-            if time.monotonic() > deadline:
-                tried = f" ({losses[0]})" if losses else ""
-                raise UserError(
-                    f"rollout.servers={[str(server) for server in self._servers]}: none answers in rollout.timeout="
-                    f"{self._config.timeout:g} seconds{tried}; start them again, or let rollout.server_command do so"
-                )
-            time.sleep(POLL_SECONDS)
+        self._life.stop()

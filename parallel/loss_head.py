@@ -1,0 +1,293 @@
+"""Log-probabilities and entropy over a vocabulary split over TP, in chunks, at labeled positions only.
+
+Logits of a whole micro-batch never exist. The forward visits a chunk of positions at a time and keeps the log-sum-exp
+of each position; the backward recomputes the logits of a chunk. Columns beyond the true vocabulary are left out of the
+matrix product, so the loss does not depend on padding, and thus not on TP.
+
+Between two matrix products, a GPU passes over a chunk twice in all, by kernels (`fused`,
+`isoloss.parallel.ops.loss_head_kernels`). Op by op there are several passes, over blocks that stay in a CPU's cache.
+
+Logits are in at least fp32, also for 16-bit weights, and the temperature divides these: logits of standard deviation 6
+that are rounded to bf16 move log p by 0.02 on average.
+
+Shape suffixes: N labeled positions on this rank, D width of a hidden state, V vocabulary columns of this TP rank, M
+positions of a chunk, I positions of a block of a chunk.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isoloss.parallel.ops import loss_head_kernels as kernels
+from isoloss.parallel.ops.matmul import WeightGradient, product
+from isoloss.parallel.ops.row_blocks import slabs
+
+# Logits that exist at a time. 64M elements are 256 MiB in fp32: large enough for full-speed matrix products.
+CHUNK_ELEMENTS = 1 << 26
+# With kernels, a chunk exists once in fp32 and once rounded. Fewer chunks mean fewer passes over the weight gradient.
+FUSED_CHUNK_ELEMENTS = 1 << 27
+# Elements of a 16-bit output matrix that a CPU converts to fp32 at a time: 16 MiB.
+CONVERTED_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class LossHeadOptions:
+    """Options of the loss head.
+
+    temperature: divisor of the logits.
+    softcap: c, by which logits z become c * tanh(z / c) before the division; None: no softcap.
+    with_entropy: True to compute entropies too.
+    fused: True to pass over logits on a GPU in one kernel each time. On a CPU the same functions run op by op.
+    chunk_elements: logits that exist at a time; None: CHUNK_ELEMENTS, or FUSED_CHUNK_ELEMENTS if fused.
+    """
+
+    temperature: float = 1.0
+    softcap: float | None = None
+    with_entropy: bool = False
+    fused: bool = False
+    chunk_elements: int | None = None
+
+    def chunk(self, columns: int) -> int:
+        """Return the positions of a chunk on a rank with `columns` vocabulary columns."""
+        elements = self.chunk_elements or (FUSED_CHUNK_ELEMENTS if self.fused else CHUNK_ELEMENTS)
+        return max(1, elements // max(columns, 1))
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """The vocabulary of this rank: id of the first column, number of true columns, and the TP group."""
+
+    first: int
+    columns: int
+    group: dist.ProcessGroup
+
+
+def vocab_parallel_logprobs(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    vocab_size: int,
+    tp_group: dist.ProcessGroup,
+    options: LossHeadOptions = LossHeadOptions(),
+    main_grad_VD: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return log p(target) and the entropy of p = softmax(hidden @ weight.T / temperature) over the whole vocabulary.
+
+    Both are [N], in fp32 for inputs of at most 32 bits and in fp64 for fp64; the entropy is None if not asked for.
+
+    hidden_ND: last hidden states at the labeled positions, the same on every TP rank. N may be 0: the result is then
+        empty but still connected to both inputs. The gradient is this rank's part; the entry of the caller's region
+        (`sum_gradient` or `gather_rows`) sums it over TP.
+    weight_VD: this rank's rows of the output matrix, padded to the same number on every rank.
+    targets_N: int64 ids in the whole vocabulary.
+    vocab_size: true size; columns beyond it have probability 0.
+    main_grad_VD: buffer in fp32 or fp64 to which the backward adds the gradient of the weight. Autograd then gets
+        uninitialized memory as the gradient, and the weight is marked for Megatron's hook; None: autograd gets it.
+    Collectives: one all-gather of [3, N] over tp_group in the forward, none in the backward.
+    """
+    first = tp_group.rank() * weight_VD.shape[0]
+    columns = min(max(vocab_size - first, 0), weight_VD.shape[0])
+    logprobs_N, entropy_N = _VocabParallelLogprobs.apply(
+        hidden_ND, weight_VD, targets_N, _Shard(first, columns, tp_group), options, main_grad_VD
+    )
+    return logprobs_N, entropy_N if options.with_entropy else None
+
+
+def unrounded_logits(hidden_ND: Tensor, weight_VD: Tensor, out_NV: Tensor | None = None) -> Tensor:
+    """Compute hidden @ weight.T, [N, V], in fp32 for inputs of at most 32 bits and in fp64 for fp64.
+
+    Not differentiable. out_NV: memory for the result, of its type; not used for 16-bit inputs on a GPU.
+    """
+    if hidden_ND.dtype in (torch.float32, torch.float64):
+        return product(hidden_ND, weight_VD.T, out_NV)
+    if hidden_ND.is_cuda:
+        return torch.mm(hidden_ND, weight_VD.T, out_dtype=torch.float32)
+    # A CPU has no such product. Products of two 16-bit numbers are exact in fp32, so fp32 operands give the same.
+    if out_NV is None:
+        out_NV = hidden_ND.new_empty((hidden_ND.shape[0], weight_VD.shape[0]), dtype=torch.float32)
+    rows, hidden_ND = max(1, CONVERTED_ELEMENTS // weight_VD.shape[1]), hidden_ND.float()
+    for part_vD, out_Nv in zip(weight_VD.split(rows), out_NV.split(rows, dim=1)):
+        product(hidden_ND, part_vD.float().T, out_Nv)
+    return out_NV
+
+
+def softcapped(logits_NV: Tensor, softcap: float | None) -> Tensor:
+    """Compute softcap * tanh(logits / softcap) in place and return the logits. Not differentiable."""
+    if softcap is not None:
+        rows = logits_NV.flatten(0, -2)
+        for block in slabs(rows):
+            rows[block].div_(softcap).tanh_().mul_(softcap)
+    return logits_NV
+
+
+def _logits_buffer(hidden_ND: Tensor, rows: int, columns: int) -> Tensor | None:
+    """Allocate memory for the logits of a chunk, which all chunks reuse; None if the product allocates its result.
+
+    Fresh pages cost a CPU as much as a pass over them.
+    """
+    if hidden_ND.is_cuda and hidden_ND.dtype not in (torch.float32, torch.float64):
+        return None
+    return hidden_ND.new_empty((rows, columns), dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
+
+
+def _logits(hidden_MD: Tensor, weight_VD: Tensor, buffer_MV: Tensor | None) -> Tensor:
+    return unrounded_logits(hidden_MD, weight_VD, None if buffer_MV is None else buffer_MV[: hidden_MD.shape[0]])
+
+
+def _own_targets(targets_N: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
+    """Return the column of every target on this rank, and True where this rank is the owner of the target.
+
+    For a target of another rank the column is arbitrary but valid. A list of only the own targets would make the host
+    wait for its length.
+    """
+    column_N = targets_N - shard.first
+    valid_N = column_N.clamp(0, shard.columns - 1)
+    return valid_N, valid_N == column_N
+
+
+def _statistics(
+    logits_MV: Tensor,
+    column_M: Tensor,
+    own_M: Tensor,
+    options: LossHeadOptions,
+    part_3M: Tensor,
+    top_M: Tensor,
+) -> None:
+    """Write the results of `kernels.statistics` into part_3M, and the largest logit of each position into top_M.
+
+    Without entropy, exp(logit - top) overwrites the logits, for the backward.
+    """
+    temperature, with_entropy = options.temperature, options.with_entropy
+    target_logit_M = logits_MV.gather(1, column_M[:, None]).squeeze(1) / temperature
+    part_3M[1] = target_logit_M.where(own_M, 0.0)
+    for block in slabs(logits_MV):
+        logits_IV = logits_MV[block]
+        if temperature != 1.0:
+            logits_IV.div_(temperature)
+        top_I = top_M[block] = logits_IV.amax(1)
+        shifted_IV = logits_IV - top_I[:, None] if with_entropy else logits_IV.sub_(top_I[:, None])
+        exp_IV = shifted_IV.exp() if with_entropy else shifted_IV.exp_()
+        sum_I = exp_IV.sum(1)
+        part_3M[0, block] = top_I + sum_I.log()
+        if with_entropy:  # two terms of one sign; `sum` adds pairwise, a dot product loses 5e-5 of V equal terms
+            part_3M[2, block] = exp_IV.mul_(shifted_IV).sum(1) / sum_I - sum_I.log()
+
+
+def _gradient(
+    x_MV: Tensor,
+    lse_M: Tensor,
+    grad_M: Tensor,
+    options: LossHeadOptions,
+    top_M: Tensor | None,
+    entropies_M: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Overwrite logits with their gradient; the caller adds the part of the targets.
+
+    x_MV: with top_M the logits as `_statistics` left them, else new logits after the softcap.
+    entropies_M: entropies over the whole vocabulary and their gradient; None: only log-probabilities have a gradient.
+    """
+    temperature, softcap = options.temperature, options.softcap
+    for block in slabs(x_MV):
+        x_IV, grad_I = x_MV[block], grad_M[block, None]
+        slope_IV = None if softcap is None else kernels.cap_slope(x_IV, softcap)
+        if top_M is None and temperature != 1.0:
+            x_IV.div_(temperature)
+        if entropies_M is not None:  # dH/dz_j = -p_j (log p_j + H)
+            entropy_M, grad_entropy_M = entropies_M
+            logp_IV = x_IV.sub_(lse_M[block, None])
+            factor_IV = (logp_IV + entropy_M[block, None]).mul_(grad_entropy_M[block, None]).add_(grad_I)
+            logp_IV.exp_().mul_(factor_IV.neg_())
+        elif top_M is not None:  # exp(logit - top) already
+            x_IV.mul_(torch.exp(top_M[block] - lse_M[block])[:, None] * -grad_I)
+        else:
+            x_IV.sub_(lse_M[block, None]).exp_().mul_(-grad_I)
+        if slope_IV is not None:
+            x_IV.mul_(slope_IV)
+
+
+class _VocabParallelLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, hidden_ND, weight_VD, targets_N, shard: _Shard, options: LossHeadOptions, main_grad: Tensor | None
+    ):
+        dtype = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
+        n, columns, chunk = hidden_ND.shape[0], shard.columns, options.chunk(shard.columns)
+        fused, softcap, with_entropy = options.fused, options.softcap, options.with_entropy
+        weight = weight_VD[:columns]
+        # Rows of `part`: log-sum-exp of this rank's columns, logit of the target, minus the entropy of the softmax over
+        # this rank's columns. (A sum of softmax * logit would cancel in the end: its error is rounding * logit^2, and
+        # the error of this entropy is rounding * logit.)
+        part = hidden_ND.new_zeros((3, n), dtype=dtype)
+        part[0] = -torch.inf
+        top_N = hidden_ND.new_zeros(n, dtype=dtype)  # largest logit of this rank's columns
+        column_N, own_N = _own_targets(targets_N, shard)
+        kept, buffer_MV, chunk_parts = None, _logits_buffer(hidden_ND, min(chunk, n), columns), []
+        for start in range(0, n if columns else 0, chunk):
+            rows = slice(start, start + chunk)
+            logits_MV = _logits(hidden_ND[rows], weight, buffer_MV)
+            column_M, own_M = column_N[rows], own_N[rows]
+            if fused:
+                target_M = column_M.where(own_M, -1)
+                statistics = kernels.statistics(logits_MV, target_M, options.temperature, softcap, with_entropy)
+                chunk_parts.append(statistics)
+            else:
+                softcapped(logits_MV, softcap)
+                _statistics(logits_MV, column_M, own_M, options, part[:, rows], top_N[rows])
+            # A single chunk is within budget, so it is kept and not computed twice. With a softcap, the backward reads
+            # capped logits, which `_statistics` has overwritten.
+            kept = logits_MV if n <= chunk and (fused or softcap is None) else None
+            del logits_MV  # before those of the next chunk are made
+        if chunk_parts:
+            part = torch.stack([torch.cat(rows) for rows in zip(*chunk_parts)])
+        parts = part.new_empty((shard.group.size() * 3, n))
+        dist.all_gather_into_tensor(parts, part, group=shard.group)
+        parts = parts.unflatten(0, (-1, 3))
+        lse_N = torch.logsumexp(parts[:, 0], dim=0)
+        # Log of each rank's share of the probability, made finite: 0 * inf of a rank with padding only would be NaN.
+        share = (parts[:, 0] - lse_N).clamp(min=torch.finfo(dtype).min)
+        entropy_N = -(torch.softmax(parts[:, 0], 0) * (parts[:, 2] + share)).sum(0)
+        ctx.save_for_backward(hidden_ND, weight_VD, column_N, own_N, lse_N, entropy_N, top_N, kept)
+        ctx.columns, ctx.chunk, ctx.options, ctx.main_grad = columns, chunk, options, main_grad
+        return parts[:, 1].sum(0) - lse_N, entropy_N
+
+    @staticmethod
+    def backward(ctx, grad_logprob_N, grad_entropy_N):
+        """Apply d log p(t) / d z_j = [j = t] - p_j to the incoming gradient, with logits recomputed by chunks."""
+        # `kept` may be overwritten: autograd's version counter refuses a second backward through the same graph.
+        hidden_ND, weight_VD, column_N, own_N, lse_N, entropy_N, top_N, kept = ctx.saved_tensors
+        n, weight = hidden_ND.shape[0], weight_VD[: ctx.columns]
+        options: LossHeadOptions = ctx.options
+        temperature, softcap = options.temperature, options.softcap
+        # The formulas below are gradients by the divided logits; this division makes them gradients by the logits.
+        grad_logprob_N, grad_entropy_N = grad_logprob_N / temperature, grad_entropy_N / temperature
+        grad_hidden = torch.zeros_like(hidden_ND)
+        grad_weight = WeightGradient(weight_VD, ctx.columns, ctx.main_grad, lse_N.dtype)
+        grad_own_N, row_M = grad_logprob_N.where(own_N, 0.0), torch.arange(min(ctx.chunk, n), device=column_N.device)
+        buffer_MV = None if kept is not None else _logits_buffer(hidden_ND, min(ctx.chunk, n), ctx.columns)
+        for start in range(0, n if ctx.columns else 0, ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            grad_MV = kept if kept is not None else _logits(hidden_ND[rows], weight, buffer_MV)
+            lse_M, grad_M = lse_N[rows], grad_logprob_N[rows]
+            entropies_M = (entropy_N[rows], grad_entropy_N[rows])
+            if options.fused:
+                target_M, end = column_N[rows].where(own_N[rows], -1), (temperature, softcap, hidden_ND.dtype)
+                if options.with_entropy:
+                    low_MV = kernels.gradient_with_entropy(grad_MV, target_M, lse_M, grad_M, *entropies_M, *end)
+                else:
+                    low_MV = kernels.gradient(grad_MV, target_M, lse_M, grad_M, *end)
+            else:
+                top_M = None if kept is None else top_N[rows]
+                entropies_M = entropies_M if options.with_entropy else None
+                target, grad_own_M = (row_M[: grad_MV.shape[0]], column_N[rows]), grad_own_N[rows]
+                if softcap is not None:
+                    softcapped(grad_MV, softcap)
+                    grad_own_M = grad_own_M * kernels.cap_slope(grad_MV[target], softcap)
+                _gradient(grad_MV, lse_M, grad_M, options, top_M, entropies_M)
+                grad_MV[target] += grad_own_M
+                low_MV = grad_MV.to(hidden_ND.dtype)
+            product(low_MV, weight, grad_hidden[rows])
+            grad_weight.add(low_MV, hidden_ND[rows])
+            del grad_MV, low_MV  # before those of the next chunk are made
+        return grad_hidden, grad_weight.of_autograd(), *(None,) * 4

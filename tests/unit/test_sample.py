@@ -1,0 +1,65 @@
+"""A sample: its own targets, its ids, and what of it travels."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from isoloss.engine.batching.sample import Sample, grouped_by_prompt, outline, sequence_numbers
+
+TOKENS = torch.tensor([5, 6, 7, 8])
+MASK = torch.tensor([False, False, True, True])
+CUT = Sample(TOKENS, MASK, 3, {"advantages": TOKENS / 2}, "row:1", sequence=12, set=4, targets_T=TOKENS + 1)
+
+
+@pytest.mark.parametrize("targets_T", [TOKENS[:3], TOKENS.float(), TOKENS[None]])
+def test_targets_of_another_shape_or_type_are_refused(targets_T):
+    with pytest.raises(ValueError, match=r"targets_T must be int64 of shape \(4,\), not torch\."):
+        Sample(TOKENS, MASK, targets_T=targets_T)
+
+
+def test_tokens_are_the_targets_unless_others_are_given():
+    assert Sample(TOKENS, MASK).predicted_T is TOKENS and CUT.predicted_T.equal(TOKENS + 1)
+
+
+def test_everything_travels():
+    again = Sample(*CUT.values())
+    assert (again.group, again.id, again.sequence, again.set) == (3, "row:1", 12, 4)
+    assert again.tokens_T is CUT.tokens_T and again.mask_T is CUT.mask_T and again.targets_T is CUT.targets_T
+    assert again.fields.keys() == {"advantages"} and again.fields["advantages"] is CUT.fields["advantages"]
+    shape = outline(CUT)
+    assert (shape.group, shape.id, shape.sequence, shape.set) == (3, "row:1", 12, 4)
+    assert shape.targets_T is not None and shape.targets_T.is_meta and shape.targets_T.dtype == torch.int64
+    (grouped,) = grouped_by_prompt([CUT])
+    assert (grouped.group, grouped.sequence, grouped.set) == (0, 12, 4) and grouped.targets_T is CUT.targets_T
+
+
+def test_what_an_older_checkpoint_holds_is_a_sample():
+    """Five values, as before samples had other ids."""
+    old = Sample(*CUT.values()[:5])
+    assert old.id == "row:1" and old.sequence is old.set is old.targets_T is None
+
+
+def samples(*ids: tuple[int | None, int, int | None]) -> list[Sample]:
+    return [Sample(TOKENS, MASK, group, id=f"row:{i}", sequence=s, set=of) for i, (s, group, of) in enumerate(ids)]
+
+
+def test_a_sample_without_a_number_is_a_trajectory_of_its_own():
+    assert sequence_numbers(samples((None, 0, None), (7, 0, None), (None, 0, None), (0, 1, 2), (7, 0, None))) == [
+        0, 1, 2, 3, 1
+    ]  # fmt: skip
+    assert sequence_numbers([]) == []
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"group": 2}, "sequence=12 has group=3 (sample 'row:1') and group=2 (sample 'row:2'): give all samples"),
+        ({"set": 5}, "sequence=12 has set=4 (sample 'row:1') and set=5 (sample 'row:2'): give all samples"),
+        ({"set": None}, "sequence=12 has set=4 (sample 'row:1') and set=None (sample 'row:2'): give all samples"),
+    ],
+)
+def test_a_trajectory_in_two_prompts_or_sets_is_refused_by_name(other, message):
+    with pytest.raises(ValueError) as refused:
+        sequence_numbers([*samples((None, 9, None)), CUT, replace(CUT, id="row:2", **other)])
+    assert message in str(refused.value)
