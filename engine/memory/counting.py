@@ -6,16 +6,14 @@ this process already is such a rank.
 """
 
 import atexit
-import contextlib
-import math
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +29,7 @@ from isoloss.models.mcore.gpt import forward_row
 from isoloss.models.mcore.kernels import Kernels
 from isoloss.models.mcore.layer_config import BuildOptions
 from isoloss.models.mcore.moe.dispatch import Bound
+from isoloss.models.mcore.moe.experts import RoutedRow
 from isoloss.models.mcore.moe.router_losses import RoutedTokens
 from isoloss.models.model import Model
 from isoloss.parallel import Layout, Mesh
@@ -57,7 +56,8 @@ class Setting:
     dispatch_bound: float | None
 
 
-class Counted(NamedTuple):
+@dataclass(frozen=True)
+class Counted:
     """Bytes of a part of a model on a rank.
 
     kept: until the backward of the part.
@@ -77,11 +77,11 @@ class Halves(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """embedding: with what is made for a row before the layers. head: final norm and loss head; None: not counted."""
+    """embedding: with what is made for a row before the layers. head: final norm and loss head."""
 
     embedding: Counted
     layers: Sequence[Halves]
-    head: Counted | None
+    head: Counted
 
 
 def count(setting: Setting, tokens: int, part: Literal["layers", "head"]) -> Counts:
@@ -96,7 +96,7 @@ def count(setting: Setting, tokens: int, part: Literal["layers", "head"]) -> Cou
         if setting.accumulates:
             accumulate_in_products(model.modules)
         for parameter in model.modules[0].parameters():
-            _give_main_grad(parameter, setting.grad_dtype)
+            _give_main_grad(parameter, setting.grad_dtype, forgets=part == "layers" or not arch.tie_embeddings)
         _make_gather_buffer(layout, tokens, arch.hidden_size, setting.dtype)
         marks = _Marks(counter)
         if part == "head":
@@ -107,11 +107,11 @@ def count(setting: Setting, tokens: int, part: Literal["layers", "head"]) -> Cou
 _NOTHING = Counted(0, np.zeros(1, dtype=np.int64))
 
 
-def _give_main_grad(parameter: Any, dtype: torch.dtype) -> None:
-    """As Megatron's DistributedDataParallel does."""
+def _give_main_grad(parameter: Any, dtype: torch.dtype, *, forgets: bool) -> None:
+    """Do as Megatron's DistributedDataParallel. forgets: the gradient that autograd brings is not kept."""
     parameter.main_grad = torch.empty(parameter.shape, dtype=dtype, device=nowhere.DEVICE)
     parameter.grad_added_to_main_grad = False
-    if parameter.requires_grad:
+    if parameter.requires_grad and forgets:
         parameter.register_post_accumulate_grad_hook(_forget_gradient)
 
 
@@ -132,12 +132,12 @@ class _Marks:
         self._counter, self._at = counter, dict[Any, int]()
         counter.levels[:] = [counter.live_bytes]
 
-    def __call__(self, *name: Any) -> None:
+    def __call__(self, name: Any) -> None:
         self._at.setdefault(name, len(self._counter.levels))
 
-    def on_gradient(self, tensor: Tensor, *name: Any) -> None:
+    def on_gradient(self, tensor: Tensor, name: Any) -> None:
         """Mark the moment at which the gradient of a tensor is there."""
-        tensor.register_hook(lambda grad: self(*name))
+        tensor.register_hook(lambda grad: self(("gradient", name)))
 
     def counted(self, start: Any, end: Any, backward: Any, done: Any) -> Counted:
         """A part whose forward and backward lie between these moments."""
@@ -150,43 +150,43 @@ class _Marks:
 
 def _count_layers(model: Model, setting: Setting, tokens: int, marks: _Marks) -> Counts:
     chunk = model.modules[0]
+    starts = []
     for index, layer in enumerate(chunk.decoder.layers):
-        _mark_layer(marks, index, layer)
-    marks("embedding")
+        starts += [("attention", index), ("mlp", index)]
+        _mark_start(marks, layer, ("attention", index))
+        _mark_start(marks, layer.mlp, ("mlp", index))
+        _mark_end(marks, layer, ("end", index))
+    marks("start")
     ids = torch.zeros(tokens, dtype=torch.int64, device=nowhere.DEVICE)
     routed, bound = _routed(model, setting, ids)
-    total = forward_row(chunk, ids, ids, (tokens * setting.layout.context,), (), routed, bound).sum()
-    marks("end")
+    row = RoutedRow(lengths=(tokens * setting.layout.context,), tokens=routed, bound=bound)
+    total = forward_row(chunk, ids, ids, row).sum()
     total.backward()
     marks("done")
-    count = len(chunk.decoder.layers)
-    starts = [name for index in range(count) for name in (("layer", index), ("mlp", index))]
-    halves = []
-    for place, (kind, index) in enumerate(starts):
-        end = starts[place + 1] if place + 1 < len(starts) else ("out", index)
-        halves.append(marks.counted((kind, index), end, ("grad", *end), ("grad", kind, index)))
-    embedding = marks.counted(("embedding",), ("layer", 0), ("grad", "layer", 0), ("done",))
-    return Counts(embedding, [*map(Halves, halves[::2], halves[1::2])], None)
+    ends = [("end", index) if half == "mlp" else ("mlp", index) for half, index in starts]
+    halves = [marks.counted(start, end, ("gradient", end), ("gradient", start)) for start, end in zip(starts, ends)]
+    embedding = marks.counted("start", starts[0], ("gradient", starts[0]), "done")
+    return Counts(embedding, [*map(Halves, halves[::2], halves[1::2])], _NOTHING)
 
 
-def _mark_layer(marks: _Marks, index: int, layer: Any) -> None:
-    """A layer, its MLP and its end, in the forward and in the backward."""
+def _mark_start(marks: _Marks, module: Any, name: Any) -> None:
+    """Mark where the forward of a module begins, and where its backward has ended."""
 
-    def begins(name: str) -> Callable[..., None]:
-        def mark(module: Any, args: tuple, kwargs: Any = None) -> None:
-            tensor = args[0] if args else (kwargs or {})["hidden_states"]
-            marks(name, index)
-            marks.on_gradient(tensor, "grad", name, index)
+    def mark(module: Any, args: tuple, kwargs: Any) -> None:
+        marks(name)
+        marks.on_gradient(args[0] if args else kwargs["hidden_states"], name)
 
-        return mark
+    module.register_forward_pre_hook(mark, with_kwargs=True)
 
-    def ends(module: Any, args: Any, output: Any) -> None:
-        marks("out", index)
-        marks.on_gradient(output[0] if isinstance(output, tuple) else output, "grad", "out", index)
 
-    layer.register_forward_pre_hook(begins("layer"), with_kwargs=True)
-    layer.mlp.register_forward_pre_hook(begins("mlp"), with_kwargs=True)
-    layer.register_forward_hook(ends)
+def _mark_end(marks: _Marks, module: Any, name: Any) -> None:
+    """Mark where the forward of a module ends, and where its backward begins."""
+
+    def mark(module: Any, args: Any, output: Any) -> None:
+        marks(name)
+        marks.on_gradient(output[0] if isinstance(output, tuple) else output, name)
+
+    module.register_forward_hook(mark)
 
 
 def _routed(model: Model, setting: Setting, ids: Tensor) -> tuple[RoutedTokens | None, Bound | None]:
@@ -204,7 +204,8 @@ def _routed(model: Model, setting: Setting, ids: Tensor) -> tuple[RoutedTokens |
 
 
 def _count_head(model: Model, tokens: int, marks: _Marks) -> Counted:
-    """Of the last stage, where every token is a target."""
+    """Count the end of the last stage, where every token is a target. Kept is what of its gradients autograd adds to
+    those of a tied embedding, which come last."""
     shards = model.mesh.tp.size() if model.mesh.layout.sequence_parallel else 1
     shape = (tokens // shards, 1, model.arch.hidden_size)
     hidden = torch.empty(shape, dtype=model.dtype, device=nowhere.DEVICE, requires_grad=True)
@@ -216,10 +217,13 @@ def _count_head(model: Model, tokens: int, marks: _Marks) -> Counted:
     else:
         loss = model.logprobs(normed, ids, ids)[0].sum()
     del normed
-    marks("end")
+    marks("turn")
     loss.backward()
-    marks("done")
-    return marks.counted(("start",), ("end",), ("end",), ("done",))
+    assert hidden.grad is not None
+    hidden.grad = None
+    marks("end")
+    whole = marks.counted("start", "turn", "turn", "end")
+    return replace(whole, kept=int(whole.levels[-1]))
 
 
 # ---- the process that counts -----------------------------------------------------------------------------------------

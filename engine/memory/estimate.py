@@ -161,7 +161,9 @@ def _activations(config: Config, arch: Architecture, layout: Layout, rank: int, 
         begin = parts.embedding if first and chunk == 0 else _Part(received, received)
         sequence = [begin, *_of_layers(config, arch, parts, layers)]
         if last and chunk == layout.vpp - 1:
-            sequence.append(parts.head)
+            if first:  # autograd keeps the head's part in the gradient of a tied embedding
+                sequence = [replace(part, peak=part.peak + parts.head.kept) for part in sequence]
+            sequence.append(replace(parts.head, kept=0))
         else:
             sequence = _with_held_output(sequence, parts.row)
         sequences.append(sequence)
@@ -207,7 +209,6 @@ def _held_before_backwards(layout: Layout, rank: int, kept: Sequence[float]) -> 
         held -= kept[ended]
 
 
-
 def _parts_of(config: Config, arch: Architecture, layout: Layout) -> _Parts:
     """Count, or look up, the parts of a model in this layout with these settings."""
     memory = ActivationMemory(**{field.name: getattr(config.memory, field.name) for field in fields(ActivationMemory)})
@@ -216,7 +217,7 @@ def _parts_of(config: Config, arch: Architecture, layout: Layout) -> _Parts:
     precision = DTYPES[config.train.precision]
     accumulates = config.accumulates_in_products(on_gpu=True)
     setting = Setting(
-        one_layer_each(arch), _model_only(layout), memory, config.kernels, precision, _gradient_dtype(config), accumulates,
+        one_layer_each(replace(arch, tie_embeddings=arch.tie_embeddings and layout.pp == 1)), _model_only(layout), memory, config.kernels, precision, _gradient_dtype(config), accumulates,
         config.moe.dispatch_bound,
     )  # fmt: skip
     return _parts(setting, config.batch.max_tokens // layout.context)
@@ -228,7 +229,9 @@ def _parts(setting: Setting, tokens: int) -> _Parts:
     # Attention is alike in all divisions of experts, and the MLP in all divisions of the context.
     ep = max(ranks for ranks in range(1, EP + 1) if arch.experts is None or arch.experts.count % ranks == 0)
     few, many = (
-        counted(replace(setting, layout=_model_only(replace(layout, ep=ep if arch.experts else 1, etp=1))), number, "layers")
+        counted(
+            replace(setting, layout=_model_only(replace(layout, ep=ep if arch.experts else 1, etp=1))), number, "layers"
+        )
         for number in (FEW, MANY)
     )
     mlp_few, mlp_many = (
@@ -244,11 +247,10 @@ def _parts(setting: Setting, tokens: int) -> _Parts:
     }
     alone = replace(setting, layout=_model_only(replace(layout, ulysses=1, ring=1, ep=1, etp=1)))
     head = counted(alone, tokens, "head").head
-    assert head is not None
     shards = layout.tp if layout.sequence_parallel else 1
     row = setting.dtype.itemsize * (tokens // shards) * arch.hidden_size
     return _Parts(
-        _at(tokens, mlp_few.embedding, mlp_many.embedding), layers, _Part(0, head.levels.max()), row,
+        _at(tokens, mlp_few.embedding, mlp_many.embedding), layers, _Part(head.kept, head.levels.max()), row,
         row * shards if layout.sequence_parallel else 0,
     )  # fmt: skip
 
