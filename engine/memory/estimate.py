@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from itertools import accumulate, pairwise
 from math import lcm
 
 import torch
 
 from isoloss.engine.config.schema import Config
-from isoloss.engine.memory.counting import Counted, Setting, counted
+from isoloss.engine.memory.counting import Counted, Counts, Setting, counted
 from isoloss.models.architecture import Architecture
 from isoloss.models.kinds.layer import Layer
 from isoloss.models.kinds.mappings import ParamMapping
@@ -26,7 +27,7 @@ from isoloss.parallel import Layout
 EMBEDDING = "embedding"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 FEW, MANY = 1024, 2048  # tokens of a rank for which layers are counted
-EP = 8  # most ranks that experts are divided over where only attention is wanted
+PARTS_OF_EXPERTS = 8  # most parts of the experts where attention is counted, which does not depend on them
 
 
 @dataclass(frozen=True)
@@ -45,30 +46,37 @@ class StageMemory:
 
 def step_memory(config: Config, arch: Architecture, layout: Layout) -> list[StageMemory]:
     """Return the memory of every pipeline rank, for full rows (batch.max_tokens) whose tokens all are targets."""
-    split = stage_layers(arch, layout, config.parallel.stage_layers)
-    starts = [sum(split[:stage]) for stage in range(len(split))]
-    stages = [range(start, start + count) for start, count in zip(starts, split)]
+    held = resident_memory(config, arch, layout)
+    parts, chunks = _parts_of(config, arch, layout), _chunks(config, arch, layout)
     return [
-        _rank_memory(config, arch, layout, rank, [stages[chunk * layout.pp + rank] for chunk in range(layout.vpp)])
-        for rank in range(layout.pp)
+        replace(stage, activations=_activations(config, arch, layout, parts, rank, chunks[rank]))
+        for rank, stage in enumerate(held)
     ]
 
 
-def _rank_memory(config: Config, arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]) -> StageMemory:
+def resident_memory(config: Config, arch: Architecture, layout: Layout) -> list[StageMemory]:
+    """Return what every pipeline rank has between steps, without activations."""
     width = DTYPES[config.train.precision].itemsize
-    dense, experts = parameters(arch, layout, rank, chunks)
-    master = 8 if width == 8 else 4  # bytes of a gradient (unless it is bf16), of a main weight and of a moment
+    master = 8 if width == 8 else 4  # bytes of a main weight and of a moment
     replicas = (layout.dp * layout.context, layout.world_size // layout.pp // (layout.ep * layout.etp))
     if not config.distributed_optimizer:
         replicas = (1, 1)
     trained, models = config.trained_models, config.trained_models + config.frozen_models
     state = trained * (3 if width == 2 else 2) * master * (1 - config.memory.offload_optimizer)
-    return StageMemory(
-        models * width * (dense + experts),
-        trained * _gradient_dtype(config).itemsize * (dense + experts),
-        sum(state * part / ranks for part, ranks in zip((dense, experts), replicas)),
-        _activations(config, arch, layout, rank, chunks),
-    )
+    stages = []
+    for rank, chunks in enumerate(_chunks(config, arch, layout)):
+        dense, experts = parameters(arch, layout, rank, chunks)
+        optimizer = sum(state * part / ranks for part, ranks in zip((dense, experts), replicas))
+        gradients = trained * _gradient_dtype(config).itemsize * (dense + experts)
+        stages.append(StageMemory(models * width * (dense + experts), gradients, optimizer, 0.0))
+    return stages
+
+
+def _chunks(config: Config, arch: Architecture, layout: Layout) -> list[list[range]]:
+    """Return the layers of the chunks of every pipeline rank."""
+    ends = [0, *accumulate(stage_layers(arch, layout, config.parallel.stage_layers))]
+    stages = [range(start, end) for start, end in pairwise(ends)]
+    return [stages[rank :: layout.pp] for rank in range(layout.pp)]
 
 
 def _gradient_dtype(config: Config) -> torch.dtype:
@@ -112,7 +120,7 @@ def _shard(mapping: ParamMapping, shape: tuple[int, ...], size: int) -> int:
 
 @dataclass(frozen=True)
 class _Part:
-    """Bytes that a part of a chunk keeps until its backward, and the most that it adds on the way there and back."""
+    """Bytes that a part of a chunk keeps until its backward, and the most that it adds in forward and backward."""
 
     kept: float
     peak: float
@@ -122,8 +130,7 @@ class _Part:
 class _Parts:
     """The parts of a model on a rank, for some number of tokens. layers: attention and MLP of each kind of layer.
 
-    row: bytes of the hidden states of a row, which stages send each other, and which is all that is kept of a layer
-        that is computed again.
+    row: bytes of the hidden states of a row: stages send them, and a layer that is computed again keeps no others.
     buffer: bytes of the buffer for rows that are gathered.
     """
 
@@ -131,12 +138,46 @@ class _Parts:
     layers: Mapping[Layer, Sequence[_Part]]
     head: _Part
     row: int
-    buffer: float
+    buffer: int
 
-    def of_layer(self, layer: Layer, again: bool) -> Sequence[_Part]:
-        if not again:
-            return self.layers[layer]
-        return (_Part(self.row, _most(_with_held_output(self.layers[layer], self.row))),)
+
+def kept_by_layers(config: Config, arch: Architecture, layout: Layout, layers: range) -> float:
+    """Return the bytes that consecutive layers, and their input, keep of a micro-batch until its backward."""
+    parts = _parts_of(config, arch, layout)
+    return parts.row + sum(part.kept for part in _of_layers(config, arch, parts, layers))
+
+
+def _activations(
+    config: Config, arch: Architecture, layout: Layout, parts: _Parts, rank: int, chunks: Sequence[range]
+) -> float:
+    first, last = rank == 0, rank == layout.pp - 1
+    received = parts.embedding.kept  # from the stage before, in place of the embedding's output
+    kept, added = [], []
+    for chunk, layers in enumerate(chunks):
+        begin = parts.embedding if first and chunk == 0 else _Part(received, received)
+        sequence = [begin, *_of_layers(config, arch, parts, layers)]
+        if last and chunk == layout.vpp - 1:
+            if first:  # autograd keeps the head's part of the gradient of a tied embedding until it has the other
+                sequence = [replace(part, peak=part.peak + parts.head.kept) for part in sequence]
+            sequence.append(replace(parts.head, kept=0))
+        else:
+            sequence = _with_held_output(sequence, parts.row)
+        kept.append(sum(part.kept for part in sequence))
+        added.append(_most(sequence) - kept[-1])
+    sent = 0 if first else parts.row  # the schedule holds the gradient that it sent last
+    return parts.buffer + sent + max(held + added[chunk] for chunk, held in _held_before_backwards(layout, rank, kept))
+
+
+def _of_layers(config: Config, arch: Architecture, parts: _Parts, layers: range) -> Iterator[_Part]:
+    memory = config.memory
+    again = (
+        0 if memory.recompute != "full" else len(layers) if memory.recompute_layers is None else memory.recompute_layers
+    )
+    for place, layer in enumerate(layers):
+        halves = parts.layers[arch.layers[layer]]
+        if place < again:
+            halves = [_Part(parts.row, _most(_with_held_output(halves, parts.row)))]
+        yield from halves
 
 
 def _with_held_output(parts: Sequence[_Part], row: int) -> Sequence[_Part]:
@@ -146,56 +187,17 @@ def _with_held_output(parts: Sequence[_Part], row: int) -> Sequence[_Part]:
     return [*(replace(part, peak=part.peak + 2 * row) for part in others), replace(last, peak=last.peak + row)]
 
 
-def kept_by_layers(config: Config, arch: Architecture, layout: Layout, layers: range) -> float:
-    """Return the bytes that consecutive layers, and their input, keep of a micro-batch until its backward."""
-    parts = _parts_of(config, arch, layout)
-    return parts.row + sum(part.kept for part in _of_layers(config, arch, parts, layers))
-
-
-def _activations(config: Config, arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]) -> float:
-    parts = _parts_of(config, arch, layout)
-    first, last = rank == 0, rank == layout.pp - 1
-    sequences = []
-    for chunk, layers in enumerate(chunks):
-        received = parts.embedding.kept  # from the stage before, in place of the embedding's output
-        begin = parts.embedding if first and chunk == 0 else _Part(received, received)
-        sequence = [begin, *_of_layers(config, arch, parts, layers)]
-        if last and chunk == layout.vpp - 1:
-            if first:  # autograd keeps the head's part in the gradient of a tied embedding
-                sequence = [replace(part, peak=part.peak + parts.head.kept) for part in sequence]
-            sequence.append(replace(parts.head, kept=0))
-        else:
-            sequence = _with_held_output(sequence, parts.row)
-        sequences.append(sequence)
-    kept = [sum(part.kept for part in sequence) for sequence in sequences]
-    added = [_most(sequence) - nbytes for sequence, nbytes in zip(sequences, kept)]
-    sent = 0 if first else parts.row  # the schedule holds the gradient that it sent last
-    most = max(held + added[chunk] for chunk, held in _held_before_backwards(layout, rank, kept))
-    return parts.buffer + sent + most
-
-
 def _most(parts: Sequence[_Part]) -> float:
     """Return the most bytes that parts add which follow each other."""
-    kept, most = 0.0, 0.0
-    for part in parts:
-        most = max(most, kept + part.peak)
-        kept += part.kept
-    return most
-
-
-def _of_layers(config: Config, arch: Architecture, parts: _Parts, layers: range) -> Iterator[_Part]:
-    again = 0
-    if config.memory.recompute == "full":
-        again = len(layers) if config.memory.recompute_layers is None else config.memory.recompute_layers
-    for place, layer in enumerate(layers):
-        yield from parts.of_layer(arch.layers[layer], place < again)
+    before = accumulate((part.kept for part in parts), initial=0.0)
+    return max(kept + part.peak for kept, part in zip(before, parts))
 
 
 def _held_before_backwards(layout: Layout, rank: int, kept: Sequence[float]) -> Iterator[tuple[int, float]]:
-    """The chunk of a backward, and what all forwards before it keep that have had none: 1F1B, or interleaved, where
-    `pp` micro-batches go through a chunk before the next one has its turn (arXiv:2104.04473).
+    """Yield the chunk of every backward, and the bytes kept by all forwards before it whose backward is still to come:
+    1F1B, or interleaved, where `pp` micro-batches go through a chunk before the next one (arXiv:2104.04473).
 
-    kept: by each chunk of a micro-batch.
+    kept: bytes that each chunk keeps of a micro-batch.
     """
     ahead = layout.pp - rank - 1
     if layout.vpp > 1:
@@ -209,35 +211,43 @@ def _held_before_backwards(layout: Layout, rank: int, kept: Sequence[float]) -> 
         held -= kept[ended]
 
 
+# ---- what is counted -------------------------------------------------------------------------------------------------
+
+
 def _parts_of(config: Config, arch: Architecture, layout: Layout) -> _Parts:
     """Count, or look up, the parts of a model in this layout with these settings."""
     memory = ActivationMemory(**{field.name: getattr(config.memory, field.name) for field in fields(ActivationMemory)})
-    if memory.recompute == "full":  # which `_Parts.layer` knows
+    if memory.recompute == "full":  # which `_of_layers` makes of layers that keep all
         memory = replace(memory, recompute="none", recompute_layers=None)
-    precision = DTYPES[config.train.precision]
-    accumulates = config.accumulates_in_products(on_gpu=True)
     setting = Setting(
-        one_layer_each(replace(arch, tie_embeddings=arch.tie_embeddings and layout.pp == 1)), _model_only(layout), memory, config.kernels, precision, _gradient_dtype(config), accumulates,
+        _one_layer_each(arch, tied=arch.tie_embeddings and layout.pp == 1),
+        _model_only(layout),
+        memory,
+        config.kernels,
+        DTYPES[config.train.precision],
+        _gradient_dtype(config),
+        config.accumulates_in_products(on_gpu=True),
         config.moe.dispatch_bound,
-    )  # fmt: skip
+    )
     return _parts(setting, config.batch.max_tokens // layout.context)
+
+
+@cache
+def _one_layer_each(arch: Architecture, tied: bool) -> Architecture:
+    """Return a model that has one layer of each kind of this one."""
+    return replace(arch, layers=tuple(dict.fromkeys(arch.layers)), tie_embeddings=tied)
 
 
 @cache
 def _parts(setting: Setting, tokens: int) -> _Parts:
     arch, layout = setting.arch, setting.layout
     # Attention is alike in all divisions of experts, and the MLP in all divisions of the context.
-    ep = max(ranks for ranks in range(1, EP + 1) if arch.experts is None or arch.experts.count % ranks == 0)
-    few, many = (
-        counted(
-            replace(setting, layout=_model_only(replace(layout, ep=ep if arch.experts else 1, etp=1))), number, "layers"
-        )
-        for number in (FEW, MANY)
-    )
-    mlp_few, mlp_many = (
-        counted(replace(setting, layout=_model_only(replace(layout, ulysses=1, ring=1))), number, "layers")
-        for number in (FEW, MANY)
-    )
+    experts = arch.experts
+    ep = max(n for n in range(1, PARTS_OF_EXPERTS + 1) if experts.count % n == 0) if experts else 1
+    few, many = _counts(setting, replace(layout, ep=ep, etp=1))
+    mlp_few, mlp_many = _counts(setting, replace(layout, ulysses=1, ring=1))
+    alone = replace(setting, layout=_model_only(replace(layout, ulysses=1, ring=1, ep=1, etp=1)))
+    head = counted(alone, tokens, "head").head
     layers = {
         layer: (
             _at(tokens, few.layers[kind].attention, many.layers[kind].attention),
@@ -245,14 +255,16 @@ def _parts(setting: Setting, tokens: int) -> _Parts:
         )
         for kind, layer in enumerate(arch.layers)
     }
-    alone = replace(setting, layout=_model_only(replace(layout, ulysses=1, ring=1, ep=1, etp=1)))
-    head = counted(alone, tokens, "head").head
-    shards = layout.tp if layout.sequence_parallel else 1
-    row = setting.dtype.itemsize * (tokens // shards) * arch.hidden_size
-    return _Parts(
-        _at(tokens, mlp_few.embedding, mlp_many.embedding), layers, _Part(head.kept, head.levels.max()), row,
-        row * shards if layout.sequence_parallel else 0,
-    )  # fmt: skip
+    embedding = _at(tokens, mlp_few.embedding, mlp_many.embedding)
+    whole_row = setting.dtype.itemsize * tokens * arch.hidden_size
+    if not layout.sequence_parallel:
+        return _Parts(embedding, layers, _Part(head.kept, head.levels.max()), whole_row, 0)
+    return _Parts(embedding, layers, _Part(head.kept, head.levels.max()), whole_row // layout.tp, whole_row)
+
+
+def _counts(setting: Setting, layout: Layout) -> list[Counts]:
+    setting = replace(setting, layout=_model_only(layout))
+    return [counted(setting, tokens, "layers") for tokens in (FEW, MANY)]
 
 
 def _model_only(layout: Layout) -> Layout:
@@ -263,15 +275,10 @@ def _model_only(layout: Layout) -> Layout:
 
 def _at(tokens: int, few: Counted, many: Counted) -> _Part:
     """Return a part at another number of tokens. Every level of memory is affine in it. Where the two have other ops,
-    because loops over tokens are longer, the highest is taken for affine."""
+    because loops over tokens are longer, the highest level is taken for affine."""
     share = (tokens - FEW) / (MANY - FEW)
     if len(few.levels) == len(many.levels):
         peak = (few.levels + share * (many.levels - few.levels)).max()
     else:
         peak = few.levels.max() + share * (many.levels.max() - few.levels.max())
-    return _Part(few.kept + share * (many.kept - few.kept), peak)
-
-
-def one_layer_each(arch: Architecture) -> Architecture:
-    """Return a model that has one layer of each kind of this one."""
-    return replace(arch, layers=tuple(dict.fromkeys(arch.layers)))
+    return _Part(few.kept + share * (many.kept - few.kept), float(peak))

@@ -1,11 +1,10 @@
-"""Become one rank of a world that is not there: a device whose tensors have shapes and no values, and exchanges of
-nothing.
+"""Simulate one rank of a world that is not there: its tensors have shapes and no values, its collectives move nothing.
 
-For a process of its own, which does nothing else: it changes torch. `kernels` says whose kernels are counted: those
-that torch chooses on a GPU, or those of a CPU, which a real run on this machine can be compared with.
+This changes torch, so it needs a process of its own. `kernels` selects which kernels are counted: those that torch
+chooses on a GPU, or those of a CPU, with which a real run on this machine can be compared.
 """
 
-# A stand-in puts another thing where the type says what stood there.
+# A stand-in need not have the type of the attribute that it replaces.
 # pyright: reportAttributeAccessIssue=false
 
 import contextlib
@@ -29,16 +28,16 @@ from isoloss.parallel import mesh
 from isoloss.parallel.ops import flash_linear_attention, fused
 from isoloss.parallel.runtime import cuda_stubs
 
-# Tensors without values are meta tensors, or fake ones on a device of their own: with those, what mixes host and device
-# is an error, as on a GPU, and all takes twice as long.
+# Tensors without values are meta tensors, or fake ones on a device of their own: with fake ones, an op that mixes host
+# and device is an error, as on a GPU, and everything takes twice as long.
 Device = Literal["meta", "gpu"]
 Kernels = Literal["cuda", "cpu"]
-# What torch chooses where it keeps other tensors than the decompositions that meta tensors get.
+# Kernels that torch chooses on a device, where they keep other tensors than the decompositions for meta tensors.
 DEVICE = torch.device("meta")  # `join` may choose the other one
-MULTIPROCESSORS = 132  # of an H100
+MULTIPROCESSORS = 132  # number on an H100
 _CHOICE = torch.library.Library("aten", "IMPL")
 _installed: tuple[Kernels, Device] | None = None
-_counter: LiveBytes  # of the rank that this process is
+_counter: LiveBytes  # sees the ops of the rank that this process simulates
 aten = torch.ops.aten
 
 
@@ -51,9 +50,9 @@ def join(
     kernels: Kernels = "cuda",
     device: Device = "meta",
 ) -> None:
-    """Become this rank, in place of another one; `counter` sees the ops of its device, in `without_values`.
+    """Become this rank, in place of another one. counter: sees the ops of its device, in `without_values`.
 
-    ValueError where this process already had other kernels, or another device.
+    Raises ValueError if this process already has other kernels, or another device.
     """
     global _counter
     os.environ |= {
@@ -73,7 +72,7 @@ def join(
 
 
 def joined() -> bool:
-    """Whether this process is such a rank."""
+    """Return whether this process simulates a rank."""
     return _installed is not None
 
 
@@ -87,7 +86,7 @@ def without_values(counter: LiveBytes) -> Iterator[None]:
 
 
 def wait(kind: str) -> None:
-    """The host waits for the device."""
+    """Count a wait of the host for the device."""
     _counter.wait(kind)
 
 
@@ -100,7 +99,7 @@ def share_evenly(arch: Architecture) -> None:
 
 
 def _even_counts(counts: Tensor, rows: int) -> np.ndarray:
-    """Every rank sends as many rows as this one, and each expert gets the same number of them."""
+    """Return counts as if every rank sent as many rows as this one, and each expert got the same number of them."""
     wait("split sizes")
     even = np.full(counts.shape, rows // counts[0, 0].numel())
     even[..., -1, -1] += rows - even[0, 0].sum()
@@ -119,7 +118,7 @@ def _install(kernels: Kernels, device: Device) -> None:
         FakeTensorMode.avoid_device_init = property(lambda self: True)
     cuda_stubs.stand_in(DEVICE)
     _answer_the_host()
-    torch.cuda.get_device_capability = lambda *args: (9, 0)  # of an H100
+    torch.cuda.get_device_capability = lambda *args: (9, 0)  # capability of an H100
     flash_linear_attention.why_not = lambda: "its kernels want values"
     if kernels == "cuda":
         torch.cuda.synchronize = lambda *args, **kwargs: wait("synchronize")
@@ -137,7 +136,7 @@ def _counted_as_one(function: Callable[..., Any], **options: Any) -> Callable[..
 
 
 def _answer_the_host() -> None:
-    """Numbers that the host asks of a tensor, and sizes that depend on them; memory that copies are made from."""
+    """Make up the numbers that the host reads from tensors; record sizes of storages, and pinned memory."""
     tolist, resize, empty = Tensor.tolist, torch.UntypedStorage.resize_, torch.empty
 
     def made_up_list(self: Tensor) -> Any:
@@ -171,8 +170,8 @@ def _answer_the_host() -> None:
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """CUDA's (aten/src/ATen/native/cuda/layer_norm_kernel.cu): a kernel forth, two back. It keeps the input, the weight
-    and one number a row; a tensor with gaps is copied first."""
+    """CUDA's RMSNorm (aten/src/ATen/native/cuda/layer_norm_kernel.cu): one kernel in the forward, two in the backward.
+    It keeps the input, the weight and one number a row; a tensor with gaps is copied first."""
 
     @staticmethod
     def of(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -194,7 +193,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, scale: Tensor) -> Tensor:
-    """One kernel; of many short rows it makes parts, which a second one adds up."""
+    """Count one kernel; for many short rows it makes parts, which a second one adds up."""
     rows, blocks = scale.numel(), -(-x.shape[-1] // 32)
     many = rows > 64 * 1024 and x.shape[-1] // 32 < MULTIPROCESSORS // 2
     parts = min(32 * 1024 // blocks, -(-rows // 32)) if many else 1
@@ -228,7 +227,7 @@ def attention_of_cpu(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """One kernel for all."""
+    """Compute attention by one kernel of the CPU, whatever the arguments are."""
     del enable_gqa
     return aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale

@@ -12,11 +12,11 @@ from unittest import mock
 
 import torch
 
+from isoloss.engine.memory.nowhere import Device, Kernels
 from isoloss.recipes.launch import RECIPES, compose_config
 from isoloss.tools.plan import rank
 from isoloss.tools.plan.rank import dry_run
 from isoloss.tools.plan.report import RankReport
-from isoloss.tools.plan.world import Device, Kernels
 from support.faults.device_faults import FAULTS
 from support.runs import warm
 
