@@ -6,14 +6,15 @@ this process already is such a rank.
 """
 
 import atexit
+import contextlib
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor
 
 from isoloss.engine.memory import nowhere
-from isoloss.engine.memory.live_bytes import LiveBytes
+from isoloss.engine.memory.live_bytes import LiveBytes, aten
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.models.mcore.build import accumulate_in_products
@@ -69,42 +70,128 @@ class Counted:
     levels: np.ndarray
 
 
-class Halves(NamedTuple):
+class Layer(NamedTuple):
     """A layer: attention, with its norm; and the MLP, with the norm behind the layer that is merged with it."""
 
     attention: Counted
     mlp: Counted
 
 
-class Counts(NamedTuple):
-    """embedding: with what is made for a row before the layers. head: final norm and loss head."""
+class Layers(NamedTuple):
+    """embedding: with what is made for a row before the layers."""
 
     embedding: Counted
-    layers: Sequence[Halves]
-    head: Counted
+    layers: Sequence[Layer]
 
 
-def count(setting: Setting, tokens: int, part: Literal["layers", "head"]) -> Counts:
-    """tokens: of a rank. In a process that is a rank of no world, or becomes one here."""
-    counter, arch, layout = LiveBytes("meta"), setting.arch, setting.layout
-    nowhere.join(counter, 0, layout.world_size)
+def count_layers(setting: Setting, tokens: Sequence[int]) -> list[Layers]:
+    """Count the embedding and a layer of each kind for these numbers of tokens on a rank."""
+    with _model(setting, max(tokens)) as (model, marks):
+        chunk = model.modules[0]
+        for index, layer in enumerate(chunk.decoder.layers):
+            _mark_start(marks, layer, ("attention", index))
+            _mark_start(marks, layer.mlp, ("mlp", index))
+            _mark_end(marks, layer, ("end", index))
+        return [_count_pass(model, setting, number, marks) for number in tokens]
+
+
+def _count_pass(model: Model, setting: Setting, tokens: int, marks: "_Marks") -> Layers:
+    marks.begin()
+    ids = torch.zeros(tokens, dtype=torch.int64, device=nowhere.DEVICE)
+    routed, bound = _routed(model, setting, ids)
+    row = RoutedRow(lengths=(tokens * setting.layout.context,), tokens=routed, bound=bound)
+    total = forward_row(model.modules[0], ids, ids, row).sum()
+    total.backward()
+    marks("done")
+    layers = []
+    for index in range(setting.arch.num_layers):
+        attention, mlp, end = (("attention", index), ("mlp", index), ("end", index))
+        layers.append(
+            Layer(
+                marks.counted(attention, mlp, ("gradient", mlp), ("gradient", attention)),
+                marks.counted(mlp, end, ("gradient", end), ("gradient", mlp)),
+            )
+        )
+    first = ("attention", 0)
+    return Layers(marks.counted("begin", first, ("gradient", first), "done"), layers)
+
+
+def count_head(setting: Setting, tokens: int) -> Counted:
+    """Count final norm and loss head, where every token is a target. Kept is the part of a tied embedding's gradient
+    that autograd holds until it has the other, at the end of the backward."""
+    one_layer = replace(setting, arch=replace(setting.arch, layers=setting.arch.layers[:1]))
+    with _model(one_layer, tokens, forgets=not setting.arch.tie_embeddings) as (model, marks):
+        shards = model.mesh.tp.size() if model.mesh.layout.sequence_parallel else 1
+        shape = (tokens // shards, 1, model.arch.hidden_size)
+        hidden = torch.empty(shape, dtype=model.dtype, device=nowhere.DEVICE, requires_grad=True)
+        ids = torch.zeros(tokens, dtype=torch.int64, device=nowhere.DEVICE)
+        marks.begin()
+        normed = model.modules[0].decoder.final_layernorm(hidden)
+        if model.arch.critic:
+            loss = model.values(normed, ids).sum()
+        else:
+            loss = model.logprobs(normed, ids, ids)[0].sum()
+        del normed
+        marks("turn")
+        loss.backward()
+        hidden.grad = None
+        marks("done")
+        head = marks.counted("begin", "turn", "turn", "done")
+    return replace(head, kept=int(head.levels[-1]))
+
+
+@contextlib.contextmanager
+def _model(setting: Setting, tokens: int, *, forgets: bool = True) -> Iterator[tuple[Model, "_Marks"]]:
+    """Build a model on a rank of its own world, as a step finds it. tokens: most of a row. forgets: whether the
+    gradients that autograd brings to weights are dropped, as by Megatron's DistributedDataParallel."""
+    counter, arch = _Remembering("meta"), setting.arch
+    nowhere.join(counter, 0, setting.layout.world_size)
     nowhere.share_evenly(arch)
-    mesh = Mesh.create(layout)
+    mesh = Mesh.create(setting.layout)
     with nowhere.without_values(counter):
         options = BuildOptions(setting.memory, setting.kernels)
         model = Model.build(arch, mesh, setting.dtype, (arch.num_layers,), options)
         if setting.accumulates:
             accumulate_in_products(model.modules)
         for parameter in model.modules[0].parameters():
-            _give_main_grad(parameter, setting.grad_dtype, forgets=part == "layers" or not arch.tie_embeddings)
-        _make_gather_buffer(layout, tokens, arch.hidden_size, setting.dtype)
-        marks = _Marks(counter)
-        if part == "head":
-            return Counts(_NOTHING, [], _count_head(model, tokens, marks))
-        return _count_layers(model, setting, tokens, marks)
+            _give_main_grad(parameter, setting.grad_dtype, forgets=forgets)
+        if setting.layout.sequence_parallel:  # the buffer that all gathers of rows share
+            get_global_memory_buffer().get_tensor([tokens, 1, arch.hidden_size], setting.dtype, "mpu")
+        yield model, _Marks(counter)
 
 
-_NOTHING = Counted(0, np.zeros(1, dtype=np.int64))
+class _Remembering(LiveBytes):
+    """Asks torch once for the shapes that an op gives for shapes that it takes: that is most of its time."""
+
+    _known: ClassVar[dict[Any, Any]] = {}
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping) -> Any:
+        if not _makes_tensors(func):
+            return func(*args, **kwargs)
+        key = func, *map(_description, args), *((name, _description(value)) for name, value in kwargs.items())
+        if key not in self._known:
+            out = func(*args, **kwargs)
+            known = (out,) if isinstance(out, Tensor) else out
+            if any(not isinstance(t, Tensor) or t.device != nowhere.DEVICE or t.storage_offset() for t in known):
+                return out
+            self._known[key] = type(out), [(t.shape, t.stride(), t.dtype) for t in known]
+            return out
+        kind, shapes = self._known[key]
+        made = [aten.empty_strided(*shape, dtype=dtype, device=nowhere.DEVICE) for *shape, dtype in shapes]
+        return kind(made) if kind in (tuple, list) else made[0]
+
+
+@cache
+def _makes_tensors(func: Any) -> bool:
+    """Return whether an op gives new tensors only, and changes none."""
+    results = [*func._schema.arguments, *func._schema.returns]
+    return all(each.alias_info is None for each in results) and "Tensor" in str(func._schema.returns[0].type)
+
+
+def _description(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return tuple(map(_description, value)) if isinstance(value, tuple | list) else (type(value), value)
 
 
 def _give_main_grad(parameter: Any, dtype: torch.dtype, *, forgets: bool) -> None:
@@ -119,18 +206,15 @@ def _forget_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _make_gather_buffer(layout: Layout, tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
-    """Make the buffer that all gathers of rows share, which is there from the first step on."""
-    if layout.sequence_parallel:
-        get_global_memory_buffer().get_tensor([tokens, 1, hidden_size], dtype, "mpu")
-
-
 class _Marks:
     """Moments of a pass, by name: how many changes of live bytes came before."""
 
     def __init__(self, counter: LiveBytes):
         self._counter, self._at = counter, dict[Any, int]()
-        counter.levels[:] = [counter.live_bytes]
+
+    def begin(self) -> None:
+        self._at = {"begin": 1}
+        self._counter.levels[:] = [self._counter.live_bytes]
 
     def __call__(self, name: Any) -> None:
         self._at.setdefault(name, len(self._counter.levels))
@@ -146,27 +230,6 @@ class _Marks:
         before = levels[first - 1]
         passed = np.concatenate([levels[first - 1 : last], levels[turn - 1 : stop]]) - before
         return Counted(int(levels[last - 1] - before), passed)
-
-
-def _count_layers(model: Model, setting: Setting, tokens: int, marks: _Marks) -> Counts:
-    chunk = model.modules[0]
-    starts = []
-    for index, layer in enumerate(chunk.decoder.layers):
-        starts += [("attention", index), ("mlp", index)]
-        _mark_start(marks, layer, ("attention", index))
-        _mark_start(marks, layer.mlp, ("mlp", index))
-        _mark_end(marks, layer, ("end", index))
-    marks("start")
-    ids = torch.zeros(tokens, dtype=torch.int64, device=nowhere.DEVICE)
-    routed, bound = _routed(model, setting, ids)
-    row = RoutedRow(lengths=(tokens * setting.layout.context,), tokens=routed, bound=bound)
-    total = forward_row(chunk, ids, ids, row).sum()
-    total.backward()
-    marks("done")
-    ends = [("end", index) if half == "mlp" else ("mlp", index) for half, index in starts]
-    halves = [marks.counted(start, end, ("gradient", end), ("gradient", start)) for start, end in zip(starts, ends)]
-    embedding = marks.counted("start", starts[0], ("gradient", starts[0]), "done")
-    return Counts(embedding, [*map(Halves, halves[::2], halves[1::2])], _NOTHING)
 
 
 def _mark_start(marks: _Marks, module: Any, name: Any) -> None:
@@ -203,47 +266,34 @@ def _routed(model: Model, setting: Setting, ids: Tensor) -> tuple[RoutedTokens |
     return routed, Bound(setting.dispatch_bound, len(own), lost)
 
 
-def _count_head(model: Model, tokens: int, marks: _Marks) -> Counted:
-    """Count the end of the last stage, where every token is a target. Kept is what of its gradients autograd adds to
-    those of a tied embedding, which come last."""
-    shards = model.mesh.tp.size() if model.mesh.layout.sequence_parallel else 1
-    shape = (tokens // shards, 1, model.arch.hidden_size)
-    hidden = torch.empty(shape, dtype=model.dtype, device=nowhere.DEVICE, requires_grad=True)
-    ids = torch.zeros(tokens, dtype=torch.int64, device=nowhere.DEVICE)
-    marks("start")
-    normed = model.modules[0].decoder.final_layernorm(hidden)
-    if model.arch.critic:
-        loss = model.values(normed, ids).sum()
-    else:
-        loss = model.logprobs(normed, ids, ids)[0].sum()
-    del normed
-    marks("turn")
-    loss.backward()
-    assert hidden.grad is not None
-    hidden.grad = None
-    marks("end")
-    whole = marks.counted("start", "turn", "turn", "end")
-    return replace(whole, kept=int(whole.levels[-1]))
-
-
 # ---- the process that counts -----------------------------------------------------------------------------------------
 
 
 @cache
-def counted(setting: Setting, tokens: int, part: Literal["layers", "head"]) -> Counts:
-    """As `count`, in a process that may do that."""
+def layers_of(setting: Setting, tokens: Sequence[int]) -> list[Layers]:
+    """Do as `count_layers`, in a process that may do it."""
+    return _asked(count_layers, setting, tokens)
+
+
+@cache
+def head_of(setting: Setting, tokens: int) -> Counted:
+    """Do as `count_head`, in a process that may do it."""
+    return _asked(count_head, setting, tokens)
+
+
+def _asked(count: Callable[..., Any], *arguments: Any) -> Any:
     if nowhere.joined():
-        return count(setting, tokens, part)
+        return count(*arguments)
     process = _process()
     assert process.stdin is not None and process.stdout is not None
     try:
-        pickle.dump((setting, tokens, part), process.stdin)
+        pickle.dump((count.__name__, arguments), process.stdin)
         process.stdin.flush()
         answer = pickle.load(process.stdout)
     except (EOFError, BrokenPipeError) as error:
-        raise RuntimeError("the process that counts memory has ended: memory.check=false starts without it") from error
+        raise RuntimeError("the process that counts memory has ended; memory.check=false starts without it") from error
     if isinstance(answer, str):
-        raise RuntimeError(f"memory could not be counted: {answer}; memory.check=false starts without it")
+        raise RuntimeError(f"memory could not be counted ({answer}); memory.check=false starts without it")
     return answer
 
 
@@ -262,11 +312,11 @@ def main() -> None:
     os.dup2(2, 1)  # Megatron prints
     while True:
         try:
-            question = pickle.load(sys.stdin.buffer)
+            name, arguments = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
         try:
-            answer: Any = count(*question)
+            answer: Any = globals()[name](*arguments)
         except Exception as error:  # for the one who asks
             answer = f"{type(error).__name__}: {error}"
         pickle.dump(answer, answers)

@@ -15,7 +15,7 @@ from math import lcm
 import torch
 
 from isoloss.engine.config.schema import Config
-from isoloss.engine.memory.counting import Counted, Counts, Setting, counted
+from isoloss.engine.memory.counting import Counted, Layers, Setting, head_of, layers_of
 from isoloss.models.architecture import Architecture
 from isoloss.models.kinds.layer import Layer
 from isoloss.models.kinds.mappings import ParamMapping
@@ -246,8 +246,7 @@ def _parts(setting: Setting, tokens: int) -> _Parts:
     ep = max(n for n in range(1, PARTS_OF_EXPERTS + 1) if experts.count % n == 0) if experts else 1
     few, many = _counts(setting, replace(layout, ep=ep, etp=1))
     mlp_few, mlp_many = _counts(setting, replace(layout, ulysses=1, ring=1))
-    alone = replace(setting, layout=_model_only(replace(layout, ulysses=1, ring=1, ep=1, etp=1)))
-    head = counted(alone, tokens, "head").head
+    head = head_of(replace(setting, layout=_model_only(replace(layout, ulysses=1, ring=1, ep=ep, etp=1))), tokens)
     layers = {
         layer: (
             _at(tokens, few.layers[kind].attention, many.layers[kind].attention),
@@ -262,9 +261,8 @@ def _parts(setting: Setting, tokens: int) -> _Parts:
     return _Parts(embedding, layers, _Part(head.kept, head.levels.max()), whole_row // layout.tp, whole_row)
 
 
-def _counts(setting: Setting, layout: Layout) -> list[Counts]:
-    setting = replace(setting, layout=_model_only(layout))
-    return [counted(setting, tokens, "layers") for tokens in (FEW, MANY)]
+def _counts(setting: Setting, layout: Layout) -> list[Layers]:
+    return layers_of(replace(setting, layout=_model_only(layout)), (FEW, MANY))
 
 
 def _model_only(layout: Layout) -> Layout:

@@ -161,8 +161,11 @@ class Recorder(LiveBytes):
         phase.launch_sites[self._where] += 1
         phase.traffic[name] += _nbytes(args) + _nbytes(out)
 
-    def _ran(self, func: Any, args: Any, kwargs: Any, out: Any, counted: Sequence[Tensor]) -> None:
-        self._where = site()
+    def _ran(self, func: Any, args: Any, kwargs: Any, out: Any, given: Sequence[Tensor]) -> None:
+        taken = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and self.counts(t)]
+        if not taken and not given:
+            return
+        self._where, counted = site(), [*taken, *given]
         phase, name = self.phases[-1], str(func._overloadpacket)
         if func is aten._to_copy.default and not self.counts(args[0]):
             if not self._goes_alone(args, kwargs, args[0]):
