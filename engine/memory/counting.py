@@ -18,7 +18,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor
 
 from isoloss.engine.memory import nowhere
@@ -34,6 +33,7 @@ from isoloss.models.mcore.moe.experts import RoutedRow
 from isoloss.models.mcore.moe.router_losses import RoutedTokens
 from isoloss.models.model import Model
 from isoloss.parallel import Layout, Mesh
+from isoloss.parallel.mesh import make_gather_buffer
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,8 @@ def _model(setting: Setting, tokens: int, *, forgets: bool = True) -> Iterator[t
             accumulate_in_products(model.modules)
         for parameter in model.modules[0].parameters():
             _give_main_grad(parameter, setting.grad_dtype, forgets=forgets)
-        if setting.layout.sequence_parallel:  # the buffer that all gathers of rows share
-            get_global_memory_buffer().get_tensor([tokens, 1, arch.hidden_size], setting.dtype, "mpu")
+        if setting.layout.sequence_parallel:
+            make_gather_buffer(tokens, arch.hidden_size, setting.dtype)
         yield model, _Marks(counter)
 
 
@@ -300,7 +300,8 @@ def _asked(count: Callable[..., Any], *arguments: Any) -> Any:
 @cache
 def _process() -> subprocess.Popen:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "isoloss.engine.memory.counting"]
+    # Not -m: classes of a module that runs as __main__ could not be read back here.
+    command = [sys.executable, "-W", "ignore", "-c", f"from {__name__} import main; main()"]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     atexit.register(process.kill)
     return process
@@ -321,7 +322,3 @@ def main() -> None:
             answer = f"{type(error).__name__}: {error}"
         pickle.dump(answer, answers)
         answers.flush()
-
-
-if __name__ == "__main__":
-    main()

@@ -6,18 +6,18 @@ compared in tests/numerics/test_memory_estimate.py.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import accumulate, pairwise
 from math import lcm
 
+import numpy as np
 import torch
 
-from isoloss.engine.config.schema import Config
+from isoloss.engine.config.schema import Config, MemoryConfig
 from isoloss.engine.memory.counting import Counted, Layers, Setting, head_of, layers_of
 from isoloss.models.architecture import Architecture
-from isoloss.models.kinds.layer import Layer
 from isoloss.models.kinds.mappings import ParamMapping
 from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.models.mcore.stages import stage_layers
@@ -89,23 +89,26 @@ def _gradient_dtype(config: Config) -> torch.dtype:
 
 
 def parameters(arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]) -> tuple[int, int]:
-    """Parameters of a rank that every data-parallel rank has, and those of its experts."""
-    dense, experts = _by_layer(arch, layout.tp, layout.ep, layout.etp)
-    layers = [layer for chunk in chunks for layer in chunk]
+    """Return the numbers of a rank's parameters that every data-parallel rank has, and of those of its experts."""
+    one_each, kinds_L, _ = _one_layer_each(arch)
+    dense, experts = _by_kind(one_each, layout.tp, layout.ep, layout.etp)
+    counts = Counter(kind for chunk in chunks for kind in kinds_L[chunk.start : chunk.stop].tolist())
     first, last = rank == 0, rank == layout.pp - 1
     ends = dense[EMBEDDING] * (first or (last and arch.tie_embeddings)) + dense[None] * last
-    return ends + sum(dense[layer] for layer in layers), sum(experts[layer] for layer in layers)
+    return ends + sum(dense[kind] * n for kind, n in counts.items()), sum(
+        experts[kind] * n for kind, n in counts.items()
+    )
 
 
 @cache
-def _by_layer(arch: Architecture, tp: int, ep: int, etp: int) -> tuple[Counter, Counter]:
-    """Parameters of a rank, by layer; those behind the last layer under None. The second of experts."""
+def _by_kind(one_each: Architecture, tp: int, ep: int, etp: int) -> tuple[Counter, Counter]:
+    """Return the parameters of a rank by kind of layer, those behind the last layer under None; and its experts'."""
     dense, experts = Counter(), Counter()
-    for weight in weight_map(arch):
+    for weight in weight_map(one_each):
         if weight.expert is None:
             place = EMBEDDING if weight.name.startswith(EMBEDDING) else weight.layer
             dense[place] += _shard(weight.mapping, weight.shape, tp)
-        elif arch.experts is not None and weight.expert < arch.experts.count // ep:
+        elif one_each.experts is not None and weight.expert < one_each.experts.count // ep:
             experts[weight.layer] += _shard(weight.mapping, weight.shape, etp)
     return dense, experts
 
@@ -120,7 +123,7 @@ def _shard(mapping: ParamMapping, shape: tuple[int, ...], size: int) -> int:
 
 @dataclass(frozen=True)
 class _Part:
-    """Bytes that a part of a chunk keeps until its backward, and the most that it adds in forward and backward."""
+    """Bytes that a part of a model keeps until its backward, and the most that it adds in forward and backward."""
 
     kept: float
     peak: float
@@ -128,69 +131,68 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Parts:
-    """The parts of a model on a rank, for some number of tokens. layers: attention and MLP of each kind of layer.
+    """The parts of a model on a rank, for some number of tokens. Suffix K: one for each kind of layer.
 
+    kept_K, peak_K: bytes of a layer, as of a `_Part`.
+    held_K: as `peak_K`, where the backward is called with the layer's output and its gradient, and so holds these to
+        its end: by the schedule of a pipeline, or because the layer is computed again. The MLP, which comes first, has
+        the gradient in any case.
     row: bytes of the hidden states of a row: stages send them, and a layer that is computed again keeps no others.
     buffer: bytes of the buffer for rows that are gathered.
     """
 
     embedding: _Part
-    layers: Mapping[Layer, Sequence[_Part]]
+    kept_K: np.ndarray
+    peak_K: np.ndarray
+    held_K: np.ndarray
     head: _Part
     row: int
     buffer: int
 
+    def of_layers(self, kinds: np.ndarray, again: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return kept and peak of consecutive layers, the first `again` of which are computed again."""
+        kept, peak = self.kept_K[kinds], self.peak_K[kinds]
+        kept[:again], peak[:again] = self.row, self.held_K[kinds[:again]]
+        return kept, peak
+
 
 def kept_by_layers(config: Config, arch: Architecture, layout: Layout, layers: range) -> float:
     """Return the bytes that consecutive layers, and their input, keep of a micro-batch until its backward."""
-    parts = _parts_of(config, arch, layout)
-    return parts.row + sum(part.kept for part in _of_layers(config, arch, parts, layers))
+    parts, kinds = _parts_of(config, arch, layout), _one_layer_each(arch)[1][layers.start : layers.stop]
+    return parts.row + float(parts.of_layers(kinds, _computed_again(config, layers))[0].sum())
+
+
+def _computed_again(config: Config, layers: range) -> int:
+    if config.memory.recompute != "full":
+        return 0
+    return len(layers) if config.memory.recompute_layers is None else min(config.memory.recompute_layers, len(layers))
 
 
 def _activations(
     config: Config, arch: Architecture, layout: Layout, parts: _Parts, rank: int, chunks: Sequence[range]
 ) -> float:
     first, last = rank == 0, rank == layout.pp - 1
+    kinds_L = _one_layer_each(arch)[1]
     received = parts.embedding.kept  # from the stage before, in place of the embedding's output
     kept, added = [], []
     for chunk, layers in enumerate(chunks):
+        kinds, again = kinds_L[layers.start : layers.stop], _computed_again(config, layers)
         begin = parts.embedding if first and chunk == 0 else _Part(received, received)
-        sequence = [begin, *_of_layers(config, arch, parts, layers)]
-        if last and chunk == layout.vpp - 1:
-            if first:  # autograd keeps the head's part of the gradient of a tied embedding until it has the other
-                sequence = [replace(part, peak=part.peak + parts.head.kept) for part in sequence]
-            sequence.append(replace(parts.head, kept=0))
-        else:
-            sequence = _with_held_output(sequence, parts.row)
-        kept.append(sum(part.kept for part in sequence))
-        added.append(_most(sequence) - kept[-1])
+        kept_L, peak_L = parts.of_layers(kinds, again)
+        ends = last and chunk == layout.vpp - 1
+        if not ends:  # all parts hold the output of the chunk and its gradient, which the last layer has in any case
+            peak_L += 2 * parts.row
+            peak_L[-1] = parts.held_K[kinds[-1]] + (parts.row if again == len(layers) else 0)
+        whole = begin.kept + float(kept_L.sum())
+        most = max(
+            begin.peak + (0 if ends else 2 * parts.row), begin.kept + float((kept_L.cumsum() - kept_L + peak_L).max())
+        )
+        if ends:  # autograd keeps the head's part of the gradient of a tied embedding until it has the other
+            most = max(most + parts.head.kept, whole + parts.head.peak)
+        kept.append(whole)
+        added.append(most - whole)
     sent = 0 if first else parts.row  # the schedule holds the gradient that it sent last
     return parts.buffer + sent + max(held + added[chunk] for chunk, held in _held_before_backwards(layout, rank, kept))
-
-
-def _of_layers(config: Config, arch: Architecture, parts: _Parts, layers: range) -> Iterator[_Part]:
-    memory = config.memory
-    again = (
-        0 if memory.recompute != "full" else len(layers) if memory.recompute_layers is None else memory.recompute_layers
-    )
-    for place, layer in enumerate(layers):
-        halves = parts.layers[arch.layers[layer]]
-        if place < again:
-            halves = [_Part(parts.row, _most(_with_held_output(halves, parts.row)))]
-        yield from halves
-
-
-def _with_held_output(parts: Sequence[_Part], row: int) -> Sequence[_Part]:
-    """Return parts whose backward is called with their output and its gradient, and so holds these to its end: by the
-    schedule of a pipeline, or where a layer is computed again. The last part has the gradient in any case."""
-    *others, last = parts
-    return [*(replace(part, peak=part.peak + 2 * row) for part in others), replace(last, peak=last.peak + row)]
-
-
-def _most(parts: Sequence[_Part]) -> float:
-    """Return the most bytes that parts add which follow each other."""
-    before = accumulate((part.kept for part in parts), initial=0.0)
-    return max(kept + part.peak for kept, part in zip(before, parts))
 
 
 def _held_before_backwards(layout: Layout, rank: int, kept: Sequence[float]) -> Iterator[tuple[int, float]]:
@@ -216,13 +218,11 @@ def _held_before_backwards(layout: Layout, rank: int, kept: Sequence[float]) -> 
 
 def _parts_of(config: Config, arch: Architecture, layout: Layout) -> _Parts:
     """Count, or look up, the parts of a model in this layout with these settings."""
-    memory = ActivationMemory(**{field.name: getattr(config.memory, field.name) for field in fields(ActivationMemory)})
-    if memory.recompute == "full":  # which `_of_layers` makes of layers that keep all
-        memory = replace(memory, recompute="none", recompute_layers=None)
+    one_each = _one_layer_each(arch)[0 if layout.pp == 1 else 2]
     setting = Setting(
-        _one_layer_each(arch, tied=arch.tie_embeddings and layout.pp == 1),
+        one_each,
         _model_only(layout),
-        memory,
+        _kept_or_modules(config.memory),
         config.kernels,
         DTYPES[config.train.precision],
         _gradient_dtype(config),
@@ -233,9 +233,22 @@ def _parts_of(config: Config, arch: Architecture, layout: Layout) -> _Parts:
 
 
 @cache
-def _one_layer_each(arch: Architecture, tied: bool) -> Architecture:
-    """Return a model that has one layer of each kind of this one."""
-    return replace(arch, layers=tuple(dict.fromkeys(arch.layers)), tie_embeddings=tied)
+def _kept_or_modules(memory: MemoryConfig) -> ActivationMemory:
+    """Return the settings of a layer that is not computed again as a whole."""
+    values = {field.name: getattr(memory, field.name) for field in fields(ActivationMemory)}
+    if memory.recompute == "full":
+        values |= {"recompute": "none", "recompute_layers": None}
+    return ActivationMemory(**values)
+
+
+@cache
+def _one_layer_each(arch: Architecture) -> tuple[Architecture, np.ndarray, Architecture]:
+    """Return a model that has one layer of each kind of this one, for each layer of this one its kind there, and the
+    same model with an output matrix of its own, as where the embedding is on another stage."""
+    layers = tuple(dict.fromkeys(arch.layers))
+    one_each = replace(arch, layers=layers)
+    kinds = np.array([layers.index(layer) for layer in arch.layers])
+    return one_each, kinds, replace(one_each, tie_embeddings=False)
 
 
 @cache
@@ -247,24 +260,27 @@ def _parts(setting: Setting, tokens: int) -> _Parts:
     few, many = _counts(setting, replace(layout, ep=ep, etp=1))
     mlp_few, mlp_many = _counts(setting, replace(layout, ulysses=1, ring=1))
     head = head_of(replace(setting, layout=_model_only(replace(layout, ulysses=1, ring=1, ep=ep, etp=1))), tokens)
-    layers = {
-        layer: (
-            _at(tokens, few.layers[kind].attention, many.layers[kind].attention),
-            _at(tokens, mlp_few.layers[kind].mlp, mlp_many.layers[kind].mlp),
-        )
-        for kind, layer in enumerate(arch.layers)
-    }
-    embedding = _at(tokens, mlp_few.embedding, mlp_many.embedding)
-    whole_row = setting.dtype.itemsize * tokens * arch.hidden_size
-    if not layout.sequence_parallel:
-        return _Parts(embedding, layers, _Part(head.kept, head.levels.max()), whole_row, 0)
-    return _Parts(embedding, layers, _Part(head.kept, head.levels.max()), whole_row // layout.tp, whole_row)
+    attention_K = [_at(tokens, a.attention, b.attention) for a, b in zip(few.layers, many.layers)]
+    mlp_K = [_at(tokens, a.mlp, b.mlp) for a, b in zip(mlp_few.layers, mlp_many.layers)]
+    gathered = setting.dtype.itemsize * tokens * arch.hidden_size
+    row = gathered // layout.tp if layout.sequence_parallel else gathered
+    both_K = list(zip(attention_K, mlp_K))
+    return _Parts(
+        _at(tokens, mlp_few.embedding, mlp_many.embedding),
+        np.array([a.kept + m.kept for a, m in both_K]),
+        np.array([max(a.peak, a.kept + m.peak) for a, m in both_K]),
+        np.array([max(a.peak + 2 * row, a.kept + m.peak + row) for a, m in both_K]),
+        _Part(head.kept, head.levels.max()),
+        row,
+        gathered if layout.sequence_parallel else 0,
+    )
 
 
 def _counts(setting: Setting, layout: Layout) -> list[Layers]:
     return layers_of(replace(setting, layout=_model_only(layout)), (FEW, MANY))
 
 
+@cache
 def _model_only(layout: Layout) -> Layout:
     """Return the layout of the fewest ranks, with one stage, that divides layers like this one."""
     ranks = lcm(layout.tp * layout.context, layout.ep * layout.etp)
