@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from isoloss.engine.memory import nowhere
-from isoloss.engine.memory.live_bytes import LiveBytes, aten
+from isoloss.engine.memory.live_bytes import LiveBytes, aten, tensors_in
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.models.mcore.build import accumulate_in_products
@@ -161,31 +161,47 @@ def _model(setting: Setting, tokens: int, *, forgets: bool = True) -> Iterator[t
 
 
 class _Remembering(LiveBytes):
-    """Asks torch once for the shapes that an op gives for shapes that it takes: that is most of its time."""
+    """Asks torch once for the shapes that an op, or a kernel, gives for the shapes that it takes: that is most of its
+    time."""
 
     _known: ClassVar[dict[Any, Any]] = {}
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping) -> Any:
         if not _makes_tensors(func):
             return func(*args, **kwargs)
+        return self._remembered(func, args, kwargs)
+
+    def one_kernel(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        self._within_kernel = True
+        out = self._remembered(function, args, {})
+        self._within_kernel = False
+        for tensor in tensors_in(out):
+            self.track(tensor)
+        return out
+
+    def _given(self, func: Any, out: Any) -> list[Tensor]:
+        return [] if func.is_view else super()._given(func, out)
+
+    def _remembered(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping) -> Any:
         key = func, *map(_description, args), *((name, _description(value)) for name, value in kwargs.items())
-        if key not in self._known:
-            out = func(*args, **kwargs)
-            known = (out,) if isinstance(out, Tensor) else out
-            if any(not isinstance(t, Tensor) or t.device != nowhere.DEVICE or t.storage_offset() for t in known):
-                return out
-            self._known[key] = type(out), [(t.shape, t.stride(), t.dtype) for t in known]
-            return out
-        kind, shapes = self._known[key]
-        made = [aten.empty_strided(*shape, dtype=dtype, device=nowhere.DEVICE) for *shape, dtype in shapes]
-        return kind(made) if kind in (tuple, list) else made[0]
+        if key in self._known:
+            kind, shapes = self._known[key]
+            made = [aten.empty_strided(*shape, dtype=dtype, device=nowhere.DEVICE) for *shape, dtype in shapes]
+            return made[0] if kind is Tensor else kind(made)
+        out = func(*args, **kwargs)
+        made = list(tensors_in(out))
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in([*args, *kwargs.values()])}
+        if all(t.device == nowhere.DEVICE and t.untyped_storage()._cdata not in given for t in made):
+            kind = Tensor if isinstance(out, Tensor) else type(out)
+            if kind in (Tensor, tuple, list) and (kind is Tensor or len(made) == len(out)):
+                self._known[key] = kind, [(t.shape, t.stride(), t.dtype) for t in made]
+        return out
 
 
 @cache
 def _makes_tensors(func: Any) -> bool:
     """Return whether an op gives new tensors only, and changes none."""
-    results = [*func._schema.arguments, *func._schema.returns]
-    return all(each.alias_info is None for each in results) and "Tensor" in str(func._schema.returns[0].type)
+    return all(each.alias_info is None for each in (*func._schema.arguments, *func._schema.returns))
 
 
 def _description(value: Any) -> Any:

@@ -19,7 +19,7 @@ from isoloss.engine.config.schema import Config, MemoryConfig
 from isoloss.engine.memory.counting import Counted, Layers, Setting, head_of, layers_of
 from isoloss.models.architecture import Architecture
 from isoloss.models.kinds.mappings import ParamMapping
-from isoloss.models.mcore.activation_memory import ActivationMemory
+from isoloss.models.mcore.activation_memory import KEEP_ALL, ActivationMemory
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout
@@ -27,6 +27,8 @@ from isoloss.parallel import Layout
 EMBEDDING = "embedding"
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 FEW, MANY = 1024, 2048  # tokens of a rank for which layers are counted
+OF_MLP = ("mlp", "mlp_act", "moe", "experts", "shared_experts")  # modules whose recomputation attention does not see
+LONG = 65536  # tokens of a rank up to which the loss head is counted
 PARTS_OF_EXPERTS = 8  # most parts of the experts where attention is counted, which does not depend on them
 
 
@@ -47,7 +49,7 @@ class StageMemory:
 def step_memory(config: Config, arch: Architecture, layout: Layout) -> list[StageMemory]:
     """Return the memory of every pipeline rank, for full rows (batch.max_tokens) whose tokens all are targets."""
     held = resident_memory(config, arch, layout)
-    parts, chunks = _parts_of(config, arch, layout), _chunks(config, arch, layout)
+    parts, chunks = _parts_of(config, arch, layout), _chunks(arch, layout, config.parallel.stage_layers)
     return [
         replace(stage, activations=_activations(config, arch, layout, parts, rank, chunks[rank]))
         for rank, stage in enumerate(held)
@@ -64,7 +66,7 @@ def resident_memory(config: Config, arch: Architecture, layout: Layout) -> list[
     trained, models = config.trained_models, config.trained_models + config.frozen_models
     state = trained * (3 if width == 2 else 2) * master * (1 - config.memory.offload_optimizer)
     stages = []
-    for rank, chunks in enumerate(_chunks(config, arch, layout)):
+    for rank, chunks in enumerate(_chunks(arch, layout, config.parallel.stage_layers)):
         dense, experts = parameters(arch, layout, rank, chunks)
         optimizer = sum(state * part / ranks for part, ranks in zip((dense, experts), replicas))
         gradients = trained * _gradient_dtype(config).itemsize * (dense + experts)
@@ -72,10 +74,11 @@ def resident_memory(config: Config, arch: Architecture, layout: Layout) -> list[
     return stages
 
 
-def _chunks(config: Config, arch: Architecture, layout: Layout) -> list[list[range]]:
+@cache
+def _chunks(arch: Architecture, layout: Layout, stage_sizes: Sequence[int]) -> list[tuple[range, ...]]:
     """Return the layers of the chunks of every pipeline rank."""
-    ends = [0, *accumulate(stage_layers(arch, layout, config.parallel.stage_layers))]
-    stages = [range(start, end) for start, end in pairwise(ends)]
+    ends = [0, *accumulate(stage_layers(arch, layout, stage_sizes))]
+    stages = tuple(range(start, end) for start, end in pairwise(ends))
     return [stages[rank :: layout.pp] for rank in range(layout.pp)]
 
 
@@ -88,11 +91,12 @@ def _gradient_dtype(config: Config) -> torch.dtype:
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
+@cache
 def parameters(arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]) -> tuple[int, int]:
     """Return the numbers of a rank's parameters that every data-parallel rank has, and of those of its experts."""
-    one_each, kinds_L, _ = _one_layer_each(arch)
-    dense, experts = _by_kind(one_each, layout.tp, layout.ep, layout.etp)
-    counts = Counter(kind for chunk in chunks for kind in kinds_L[chunk.start : chunk.stop].tolist())
+    kinds = _kinds(arch)
+    dense, experts = _by_kind(kinds.one_each, layout.tp, layout.ep, layout.etp)
+    counts = Counter(kind for chunk in chunks for kind in kinds.kinds_L[chunk.start : chunk.stop].tolist())
     first, last = rank == 0, rank == layout.pp - 1
     ends = dense[EMBEDDING] * (first or (last and arch.tie_embeddings)) + dense[None] * last
     return ends + sum(dense[kind] * n for kind, n in counts.items()), sum(
@@ -158,7 +162,7 @@ class _Parts:
 
 def kept_by_layers(config: Config, arch: Architecture, layout: Layout, layers: range) -> float:
     """Return the bytes that consecutive layers, and their input, keep of a micro-batch until its backward."""
-    parts, kinds = _parts_of(config, arch, layout), _one_layer_each(arch)[1][layers.start : layers.stop]
+    parts, kinds = _parts_of(config, arch, layout), _kinds(arch).kinds_L[layers.start : layers.stop]
     return parts.row + float(parts.of_layers(kinds, _computed_again(config, layers))[0].sum())
 
 
@@ -172,7 +176,7 @@ def _activations(
     config: Config, arch: Architecture, layout: Layout, parts: _Parts, rank: int, chunks: Sequence[range]
 ) -> float:
     first, last = rank == 0, rank == layout.pp - 1
-    kinds_L = _one_layer_each(arch)[1]
+    kinds_L = _kinds(arch).kinds_L
     received = parts.embedding.kept  # from the stage before, in place of the embedding's output
     kept, added = [], []
     for chunk, layers in enumerate(chunks):
@@ -218,9 +222,9 @@ def _held_before_backwards(layout: Layout, rank: int, kept: Sequence[float]) -> 
 
 def _parts_of(config: Config, arch: Architecture, layout: Layout) -> _Parts:
     """Count, or look up, the parts of a model in this layout with these settings."""
-    one_each = _one_layer_each(arch)[0 if layout.pp == 1 else 2]
+    one_each = _kinds(arch).one_each
     setting = Setting(
-        one_each,
+        one_each if layout.pp == 1 or not arch.tie_embeddings else replace(one_each, tie_embeddings=False),
         _model_only(layout),
         _kept_or_modules(config.memory),
         config.kernels,
@@ -241,27 +245,57 @@ def _kept_or_modules(memory: MemoryConfig) -> ActivationMemory:
     return ActivationMemory(**values)
 
 
+@dataclass(frozen=True)
+class _Kinds:
+    """The kinds of layers of a model. Suffixes: L layers, K kinds.
+
+    one_each: a model with one layer of each kind.
+    kinds_L: kind of each layer of the model.
+    attentions, mlps: models with the fewest layers that have every attention, or every MLP, with what is around it.
+    attention_K, mlp_K: for each kind, the layer of these models that has its attention, or MLP.
+    """
+
+    one_each: Architecture
+    kinds_L: np.ndarray
+    attentions: Architecture
+    attention_K: Sequence[int]
+    mlps: Architecture
+    mlp_K: Sequence[int]
+
+
 @cache
-def _one_layer_each(arch: Architecture) -> tuple[Architecture, np.ndarray, Architecture]:
-    """Return a model that has one layer of each kind of this one, for each layer of this one its kind there, and the
-    same model with an output matrix of its own, as where the embedding is on another stage."""
+def _kinds(arch: Architecture) -> _Kinds:
     layers = tuple(dict.fromkeys(arch.layers))
-    one_each = replace(arch, layers=layers)
-    kinds = np.array([layers.index(layer) for layer in arch.layers])
-    return one_each, kinds, replace(one_each, tie_embeddings=False)
+    by_attention = {replace(layer, mlp=layers[0].mlp): layer for layer in reversed(layers)}
+    by_mlp = {replace(layer, attention=layers[0].attention): layer for layer in layers}
+    attentions, mlps = list(by_attention), list(by_mlp)
+    return _Kinds(
+        replace(arch, layers=layers),
+        np.array([layers.index(layer) for layer in arch.layers]),
+        replace(arch, layers=tuple(by_attention.values())),
+        [attentions.index(replace(layer, mlp=layers[0].mlp)) for layer in layers],
+        replace(arch, layers=tuple(by_mlp.values())),
+        [mlps.index(replace(layer, attention=layers[0].attention)) for layer in layers],
+    )
 
 
 @cache
 def _parts(setting: Setting, tokens: int) -> _Parts:
-    arch, layout = setting.arch, setting.layout
+    arch, layout, kinds = setting.arch, setting.layout, _kinds(setting.arch)
     # Attention is alike in all divisions of experts, and the MLP in all divisions of the context.
     experts = arch.experts
     ep = max(n for n in range(1, PARTS_OF_EXPERTS + 1) if experts.count % n == 0) if experts else 1
-    few, many = _counts(setting, replace(layout, ep=ep, etp=1))
-    mlp_few, mlp_many = _counts(setting, replace(layout, ulysses=1, ring=1))
-    head = head_of(replace(setting, layout=_model_only(replace(layout, ulysses=1, ring=1, ep=ep, etp=1))), tokens)
-    attention_K = [_at(tokens, a.attention, b.attention) for a, b in zip(few.layers, many.layers)]
-    mlp_K = [_at(tokens, a.mlp, b.mlp) for a, b in zip(mlp_few.layers, mlp_many.layers)]
+    memory = setting.memory
+    if memory.recompute == "selective" and memory.recompute_modules:
+        modules = tuple(name for name in memory.recompute_modules if name not in OF_MLP)
+        memory = replace(memory, recompute="selective" if modules else "none", recompute_modules=modules)
+    of_attention = replace(setting, arch=kinds.attentions, memory=memory)
+    few, many = _counts(of_attention, replace(layout, ep=ep, etp=1))
+    mlp_few, mlp_many = _counts(replace(setting, arch=kinds.mlps), replace(layout, ulysses=1, ring=1))
+    of_head = replace(setting, memory=KEEP_ALL, layout=_model_only(replace(layout, ulysses=1, ring=1, ep=ep, etp=1)))
+    head = _head(of_head, tokens)
+    attention_K = [_at(tokens, few.layers[n].attention, many.layers[n].attention) for n in kinds.attention_K]
+    mlp_K = [_at(tokens, mlp_few.layers[n].mlp, mlp_many.layers[n].mlp) for n in kinds.mlp_K]
     gathered = setting.dtype.itemsize * tokens * arch.hidden_size
     row = gathered // layout.tp if layout.sequence_parallel else gathered
     both_K = list(zip(attention_K, mlp_K))
@@ -270,10 +304,19 @@ def _parts(setting: Setting, tokens: int) -> _Parts:
         np.array([a.kept + m.kept for a, m in both_K]),
         np.array([max(a.peak, a.kept + m.peak) for a, m in both_K]),
         np.array([max(a.peak + 2 * row, a.kept + m.peak + row) for a, m in both_K]),
-        _Part(head.kept, head.levels.max()),
+        head,
         row,
         gathered if layout.sequence_parallel else 0,
     )
+
+
+def _head(setting: Setting, tokens: int) -> _Part:
+    """Return the loss head, whose logits exist in chunks: affine in the tokens from `LONG` on, and counted below."""
+    if tokens <= LONG:
+        head = head_of(setting, tokens)
+        return _Part(head.kept, head.levels.max())
+    half, whole = (_head(setting, number) for number in (LONG // 2, LONG))
+    return _Part(whole.kept, whole.peak + (tokens - LONG) * (whole.peak - half.peak) / (LONG // 2))
 
 
 def _counts(setting: Setting, layout: Layout) -> list[Layers]:

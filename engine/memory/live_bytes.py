@@ -65,6 +65,11 @@ class LiveBytes(TorchDispatchMode):
         del args, kwargs, host
         return False
 
+    def _given(self, func: Any, out: Any) -> list[Tensor]:
+        """Return the tensors of the device among the results of an op."""
+        del func
+        return [tensor for tensor in tensors_in(out) if self.counts(tensor)]
+
     # ---- storages ----------------------------------------------------------------------------------------------------
 
     def track(self, tensor: Tensor) -> None:
@@ -109,7 +114,7 @@ class LiveBytes(TorchDispatchMode):
         answered, out = self._answer(func, args, kwargs)
         if answered:
             return out
-        given = [tensor for tensor in _tensors(out) if self.counts(tensor)]
+        given = self._given(func, out)
         self._ran(func, args, kwargs, out, given)
         for tensor in given:
             self.track(tensor)
@@ -150,7 +155,7 @@ class LiveBytes(TorchDispatchMode):
         out = function(*args)
         self._within_kernel = False
         self._ran_kernel(function.__name__, args, out)
-        for tensor in _tensors(out):
+        for tensor in tensors_in(out):
             self.track(tensor)
         return out
 
@@ -175,22 +180,13 @@ class LiveBytes(TorchDispatchMode):
         return tensor.device.type == self._device_type
 
 
-def _tensors(results: Any) -> Iterator[Tensor]:
+def tensors_in(results: Any) -> Iterator[Tensor]:
     """Yield the tensors among the results of an op: faster than torch's trees, for what every op gives."""
     if isinstance(results, Tensor):
         yield results
     elif isinstance(results, tuple | list):
         for result in results:
-            yield from _tensors(result)
-
-
-def _tensors(results: Any) -> Iterator[Tensor]:
-    """Yield the tensors among the results of an op: faster than torch's trees, for what every op gives."""
-    if isinstance(results, Tensor):
-        yield results
-    elif isinstance(results, tuple | list):
-        for result in results:
-            yield from _tensors(result)
+            yield from tensors_in(result)
 
 
 def _asks_for_host(kwargs: Mapping) -> bool:
