@@ -15,8 +15,8 @@ from isoloss.parallel.ops.flash_attention import WIDEST_HEAD
 def kept_by_attention(kind: SoftmaxAttention, layout: Layout, modules: Sequence[str], tokens: int, width: int) -> float:
     """Bytes that attention of this kind keeps of a micro-batch until its backward.
 
-    modules: what is recomputed.
-    tokens: of a rank.
+    modules: modules that are recomputed.
+    tokens: number of tokens of a rank.
     width: bytes of a number.
     """
     heads = kind.heads // layout.tp
@@ -34,15 +34,15 @@ def kept_by_attention(kind: SoftmaxAttention, layout: Layout, modules: Sequence[
 def _alike(kind: SoftmaxAttention, q: int, k: int, exchanged: bool) -> tuple[int, int]:
     """Channels, without those of the core and of it. The projections; queries before their norm, where heads of several
     groups make it copy them; queries and keys rotated; the output and its log-sum-exp; with Ulysses also what was
-    exchanged of them. With an output gate, the gates beside the queries, and the product."""
+    exchanged of them. With an output gate, the gates next to the queries, and the product."""
     gates = q if isinstance(kind, GatedQuery) else 0
     copied = q + gates if getattr(kind, "qk_norm", "") and k > kind.head_dim else 0
     return (q + 2 * k) + copied + (q + k) + q + 2 * gates, q + k if exchanged else 0
 
 
 def _gathered(kind: SoftmaxAttention, layout: Layout, q: int, k: int) -> int:
-    """Channels that are kept besides this rank's where TP ranks are more than key/value heads: Megatron gathers the
-    projections of all ranks, and what each takes of them is a view."""
+    """Return the channels that are kept in addition to this rank's, if TP ranks are more than key/value heads:
+    Megatron gathers the projections of all ranks, and each rank's part is a view."""
     if kind.kv_heads >= layout.tp:
         return 0
     queries = 2 if isinstance(kind, GatedQuery) else 1
@@ -65,7 +65,7 @@ def _differing(kind: Asymmetric, heads: int, q: int, k: int, exchanged: bool) ->
 
 
 def is_by_blocks(arch: Architecture, layer: int) -> bool:
-    """Whether a GPU has no kernel in bf16 for this layer."""
+    """Return whether a GPU has no kernel in bf16 for this layer."""
     kind = arch.layers[layer].attention
     return isinstance(kind, SoftmaxAttention) and kind.head_dim > WIDEST_HEAD
 

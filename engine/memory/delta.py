@@ -15,7 +15,7 @@ class DeltaMemory:
     """Bytes of a micro-batch on a rank.
 
     kept: until the backward. kept_without_core: the same where convolution and rule are computed again.
-    backward: what lives when most does in the backward of the rule, with what was kept for it.
+    backward: peak in the backward of the rule, with all that was kept for it.
     """
 
     kept: float
@@ -24,7 +24,11 @@ class DeltaMemory:
 
 
 def delta_memory(delta: GatedDelta, layout: Layout, tokens: int, width: int) -> DeltaMemory:
-    """tokens: of a rank, between its matrices. width: bytes of a number; the rule computes in at least fp32."""
+    """Return the bytes of a micro-batch. The rule computes in at least fp32.
+
+    tokens: tokens of a rank, between its matrices.
+    width: bytes of a number.
+    """
     key_heads, heads, ranks = delta.key_heads // layout.tp, delta.value_heads // layout.tp, layout.context
     repeats = kv_repeats(heads, key_heads, ranks) if ranks > 1 else 1
     exact = max(4, width)

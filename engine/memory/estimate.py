@@ -47,7 +47,7 @@ class StageMemory:
 
 
 def step_memory(config: Config, arch: Architecture, layout: Layout) -> list[StageMemory]:
-    """Of every pipeline rank, for full rows (batch.max_tokens) whose tokens all are targets."""
+    """Return the memory of every pipeline rank, for full rows (batch.max_tokens) whose tokens all are targets."""
     split = stage_layers(arch, layout, config.parallel.stage_layers)
     starts = [sum(split[:stage]) for stage in range(len(split))]
     stages = [range(start, start + count) for start, count in zip(starts, split)]
@@ -164,10 +164,10 @@ def _activations(config: Config, arch: Architecture, layout: Layout, rank: int, 
 
 
 def _held_before_backwards(layout: Layout, rank: int, kept: Sequence[float]) -> Iterator[tuple[int, float]]:
-    """The chunk of a backward, and what all forwards before it keep that have had none: 1F1B, or interleaved, where
-    `pp` micro-batches go through a chunk before the next one has its turn (arXiv:2104.04473).
+    """Yield for each backward its chunk, and the bytes that forwards without a backward keep until then: 1F1B, or
+    interleaved, where `pp` micro-batches go through a chunk before the next one has its turn (arXiv:2104.04473).
 
-    kept: by each chunk of a micro-batch.
+    kept: bytes that each chunk keeps of a micro-batch.
     """
     ahead = layout.pp - rank - 1
     if layout.vpp > 1:
@@ -182,7 +182,7 @@ def _held_before_backwards(layout: Layout, rank: int, kept: Sequence[float]) -> 
 
 
 def _chunk(config: Config, arch: Architecture, layout: Layout, layers: range, z: _Sizes) -> float:
-    """What the layers of a chunk keep of a micro-batch until its backward, and the chunk's input."""
+    """Return the bytes that the layers of a chunk keep of a micro-batch until its backward, and the chunk's input."""
     return z.width * z.s * z.h + sum(_by_layers(config, arch, layout, layers, z))
 
 
@@ -200,8 +200,8 @@ def _recomputed_modules(config: Config) -> tuple[str, ...]:
 
 
 def _layer(arch: Architecture, layout: Layout, layer: int, modules: Sequence[str], z: _Sizes) -> float:
-    """What a layer keeps of a micro-batch: attention or Gated DeltaNet; two sums of the residual stream, two norms, and
-    what is normed behind attention and MLP; the MLP."""
+    """Return the bytes that a layer keeps of a micro-batch: attention or Gated DeltaNet; two sums of the residual
+    stream, two norms, and the inputs of the norms behind attention and MLP; the MLP."""
     attention = arch.layers[layer].attention
     if z.delta is not None and not isinstance(attention, SoftmaxAttention):
         kept = z.delta.kept_without_core if "core_attn" in modules else z.delta.kept
@@ -214,21 +214,21 @@ def _layer(arch: Architecture, layout: Layout, layer: int, modules: Sequence[str
 
 
 def _grouped(config: Config, arch: Architecture) -> bool:
-    """Whether all experts of a rank are run at once."""
+    """Return whether all experts of a rank are run at once."""
     plain = all(mlp.activation != "clamped_swiglu" for mlp in arch.mlps) and not config.model.transformer_engine
     return config.kernels.grouped_experts and config.train.precision == "bf16" and plain
 
 
 def _mlp(modules: Sequence[str], z: _Sizes) -> float:
-    """The norm's output; gate and up; their product."""
+    """Return the bytes kept: the norm's output; gate and up; their product."""
     kept = 0 if "layernorm" in modules else z.width * z.s * z.h
     inside = 0 if "mlp" in modules else 2 if "mlp_act" in modules else 3
     return kept + z.width * z.t * inside * z.f
 
 
 def _experts(arch: Architecture, layout: Layout, modules: Sequence[str], z: _Sizes) -> float:
-    """What the router sees, in fp32; what shared experts keep, and their output before its gate; tokens by expert; gate
-    and up; and where experts run one by one, their product and that weighted."""
+    """Return the bytes kept: the router's input, in fp32; the tensors of shared experts, and their output before its
+    gate; tokens by expert; gate and up; and where experts run one by one, their product, also weighted."""
     experts = arch.experts
     assert experts is not None
     if "moe" in modules:
@@ -241,7 +241,7 @@ def _experts(arch: Architecture, layout: Layout, modules: Sequence[str], z: _Siz
 
 
 def _backward(config: Config, arch: Architecture, layout: Layout, layer: int, z: _Sizes) -> float:
-    """What the backward of the last layer adds: gradients inside of its MLP, and first what it computes again."""
+    """Return the bytes that the backward of the last layer adds: gradients in its MLP, and first recomputed tensors."""
     modules = _recomputed_modules(config)
     gradients = z.width * 2 * z.s * z.h
     if arch.sparse[layer]:
@@ -257,9 +257,9 @@ def _backward(config: Config, arch: Architecture, layout: Layout, layer: int, z:
 
 
 def _experts_backward(arch: Architecture, layout: Layout, z: _Sizes) -> float:
-    """Gradients of tokens; where all experts run at once also those inside, what the activation gave once more, the
-    first matrices side by side and the gradients of all, of the first both before and after those of idle experts are
-    cleared."""
+    """Return the bytes that the backward of the experts adds: gradients of tokens; where all experts run at once also
+    inner gradients, the recomputed activation, the first matrices side by side, and the gradients of all matrices (of
+    the first ones twice, while those of idle experts are cleared)."""
     experts = arch.experts
     assert experts is not None
     if not z.grouped:
@@ -270,7 +270,8 @@ def _experts_backward(arch: Architecture, layout: Layout, z: _Sizes) -> float:
 
 
 def _delta_backward(config: Config, arch: Architecture, layout: Layout, layers: range, z: _Sizes) -> float:
-    """What the backward of the last layer of Gated DeltaNet adds, less what it and those behind it no longer keep."""
+    """Return the bytes that the backward of the last layer of Gated DeltaNet adds, less those that it and the layers
+    behind it have freed."""
     last = max((n for n in layers if arch.linear[n]), default=None)
     if last is None or z.delta is None:
         return 0
@@ -279,7 +280,8 @@ def _delta_backward(config: Config, arch: Architecture, layout: Layout, layers: 
 
 
 def _block_backward(config: Config, arch: Architecture, layout: Layout, layers: range, z: _Sizes) -> float:
-    """As `_delta_backward`, of the last layer whose heads are too wide for a kernel. Its MLP is behind it."""
+    """Return the same as `_delta_backward`, for the last layer whose heads are too wide for a kernel. Its MLP is behind
+    it."""
     last = max((n for n in layers if is_by_blocks(arch, n)), default=None)
     if last is None or config.train.precision != "bf16":
         return 0
@@ -291,8 +293,9 @@ def _block_backward(config: Config, arch: Architecture, layout: Layout, layers: 
 
 
 def _sum_over_etp(layout: Layout, z: _Sizes) -> float:
-    """What the forward of the last layer adds where ETP ranks sum the outputs of experts: these, and in the order that
-    they go back in; the same in at least fp32, this rank's part of the sum, and that rounded."""
+    """Return the bytes that the forward of the last layer adds where ETP ranks sum the outputs of experts: the outputs,
+    twice, the second time in the order in which they go back; the same in at least fp32; this rank's part of the sum,
+    and the part rounded."""
     if layout.etp == 1:
         return 0
     exact = max(4, z.width)
@@ -300,9 +303,9 @@ def _sum_over_etp(layout: Layout, z: _Sizes) -> float:
 
 
 def _head(config: Config, arch: Architecture, layout: Layout, z: _Sizes) -> float:
-    """The loss head: hidden states and their gradient; a chunk of logits in fp32 and its gradient, rounded; and the
-    gradient of the output matrix, in fp32 where the head does not add it to the buffer of gradients. In the end,
-    without the chunk, that is rounded, or memory without meaning stands for it.
+    """Return the bytes of the loss head: hidden states and their gradient; a chunk of logits in fp32 and its gradient,
+    rounded; and the gradient of the output matrix, in fp32 where the head does not add it to the buffer of gradients.
+    At the end, without the chunk, that gradient is rounded, or uninitialized memory stands for it.
     """
     columns = math.ceil(arch.vocab_size / layout.tp)
     chunk, matrix = min(z.t * columns, FUSED_CHUNK_ELEMENTS), columns * z.h
