@@ -35,7 +35,6 @@ from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import BatchConfig, ModelConfig
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.engine.rl.experience import RolloutBatch, minibatches, with_advantages, with_logprobs
-from isoloss.engine.rl.rollout import outlines
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
 from isoloss.parallel import Layout
 from isoloss.parallel.rank0 import RankZero
@@ -122,6 +121,10 @@ def generated(completions: int, tokens: int) -> list[list[Trajectory]]:
     return groups
 
 
+def outlines(groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
+    return [[trajectory.outline() for trajectory in group] for group in groups]
+
+
 def of_rank(holder: str, completions: int, tokens: int) -> dict[str, float]:
     """MiB of a batch on this rank: held for its steps, and at most, from the answers to the first step."""
     ranks = dist.get_world_size()
@@ -135,8 +138,7 @@ def of_rank(holder: str, completions: int, tokens: int) -> dict[str, float]:
     rank0, scatter = RankZero(), Scatter(of_ranks)
     holds = scatter if holder == "rank 0" else EveryRank()
     memory = Memory()
-    shown = outlines if holder == "rank 0" else list
-    trajectories = rank0.run(lambda: generated(completions, tokens), shown)
+    trajectories = rank0.run(lambda: generated(completions, tokens), outlines if holder == "rank 0" else list)
     groups = [Group(number, group[0].prompt, tuple(group)) for number, group in enumerate(trajectories)]
     del trajectories
     models: Any = SimpleNamespace(scatter=holds, reference=None, critic=None)

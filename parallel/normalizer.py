@@ -1,7 +1,7 @@
 """GlobalLossNormalizer: the only division in the engine.
 
 An aggregation mode *is* a weight for every token, known from integer counts before any forward. With n_i the valid
-tokens of sequence i, N their sum, S the number of sequences, P the number of prompts and N_g the tokens of prompt g:
+tokens of sequence i on all ranks, N their sum, N_g those of prompt g, S and P the sequences and prompts that count:
 
     token-mean               1 / N
     seq-mean-token-mean      1 / (S n_i)
@@ -32,7 +32,7 @@ MASK_PLACEMENTS = ("replicated", "sharded")
 class TokenCounts:
     """Integer counts of an optimizer step over all ranks, on the host, by which the modes divide.
 
-    tokens_S: valid tokens of the sequence of each of this rank's samples. group_S: the prompt of each.
+    tokens_S: valid tokens (mask 1) of the whole sequence of each own sample, on all ranks. group_S: its prompt.
     tokens: valid tokens. sequences: number of sequences. valid_sequences: number with a valid token.
     tokens_P, samples_P: valid tokens and samples of each prompt; these and group_S are empty where prompts were not
         counted.
@@ -73,7 +73,7 @@ class Ids:
             raise ValueError(f"{kind}_ids must be in 0..{last} (num_{kind}s={self.count}), not {outside[0]}")
 
     def totals(self, tokens_S: Tensor) -> Tensor:
-        """Return valid tokens and samples of each number, [2, count]."""
+        """Count this rank's valid tokens and samples by number, [2, count]."""
         totals = torch.zeros((2, self.count), dtype=torch.int64)
         return totals.index_add_(
             1, torch.tensor(self.number_S, dtype=torch.int64), torch.stack([tokens_S, torch.ones_like(tokens_S)])
@@ -94,7 +94,7 @@ def count_tokens(
     masks: the 0/1 mask of each of this rank's samples, [T_i]; with sp_group this rank's shard of it.
     prompts: the prompt of each sample. None: prompts are not counted.
     sequences: the sequence of each sample, whose samples may lie on several ranks. None: each is a sequence.
-    counted: where several ranks of dp_group have the same samples, True on one of them.
+    counted: whether this rank is counted; True on one of the ranks of dp_group with the same samples.
     Collectives: one all-reduce over dp_group (before it, one over sp_group if the masks are sharded).
     """
     tokens_S = torch.stack([m.sum(dtype=torch.int64) for m in masks]) if masks else torch.zeros(0, dtype=torch.int64)
@@ -141,7 +141,7 @@ class StepCounts:
 def token_weights(
     masks: Sequence[Tensor], counts: TokenCounts, aggregation: Aggregation
 ) -> tuple[list[Tensor], StepCounts]:
-    """Return the weight of every token of this rank's samples, fp64 of the shapes of `masks`, and the counts."""
+    """Return the weight of every token of this rank's samples, fp64, 0 where masked, and the step's counts."""
     if aggregation.by_prompt and len(counts.group_S) < len(masks):
         raise ValueError("prompt-mean-token-mean needs the prompts that samples belong to")
     counted = aggregation.count_fully_masked

@@ -90,10 +90,8 @@ class Policy:
         other."""
         requests = [Request(id, prompt.tokens) for id, prompt in zip(ids, prompts)]
         results = [self.backend.generate(requests, self.sampling)]
-        dist.broadcast_object_list(
-            results, src=0
-        )  # only rank 0 has completions; from here on all ranks compute the same
-        completions = results[0]
+        dist.broadcast_object_list(results, src=0)  # rank 0 alone has them; from here on all ranks compute the same
+        completions = [completion for completion in results[0] if completion]  # a model of this process loses none
         texts = [self.tokenizer.decode([*completion.tokens], skip_special_tokens=True) for completion in completions]
         return completions, list(map(reward, texts, completions, prompts))
 

@@ -23,8 +23,9 @@ from isoloss.engine.batching.distribute import Scatter
 from isoloss.engine.config.parse import build
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.experience import Models, RolloutBatch, minibatches, with_advantages, with_logprobs
+from isoloss.engine.rl.group_sampling import sample_groups
 from isoloss.engine.rl.losses import policy_loss
-from isoloss.engine.rl.rollout import Rollout, sample_groups
+from isoloss.engine.rl.rollout import Rollout
 from isoloss.engine.rl.setup import load_data, open_rewarder, open_rollout
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
 from isoloss.engine.step.engine import Engine

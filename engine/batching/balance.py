@@ -1,7 +1,7 @@
 """Plan which data-parallel rank computes which sample, and in which micro-batch.
 
-A pure function of the lengths: every rank computes the same plan for itself, no collective is entered. The plan decides
-which rank works when; it never decides the loss (the weights are made before it, from whole samples).
+A pure function of its arguments, without a collective: the same on every rank that calls it. The plan decides which
+rank works when, never the loss: the weights follow from counts of the whole step, however the step is divided.
 
 Vectors: lengths_S tokens of each sample, costs_S forward FLOPs of each sample (any unit will do).
 """
@@ -48,7 +48,7 @@ class CostModel:
         return self.linear * lengths_S + self.quadratic * lengths_S**2 + windowed_S
 
     def cost_of_spans(self, spans: Sequence[tuple[int, int]]) -> float:
-        """Return the cost of tokens from `start` to `stop` of their sequences, which see the tokens before them."""
+        """Return the summed cost of tokens [start, stop) of sequences; each attends to all tokens before it."""
         starts, stops = zip(*spans) if spans else ((), ())
         return float(self.cost(stops).sum() - self.cost(starts).sum())
 
@@ -74,7 +74,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class _Unit:
-    """Samples that stay together, as one: the tokens that are computed, and their cost."""
+    """Samples that stay together, as one: computed tokens, at most max_tokens, and their cost."""
 
     samples: tuple[int, ...]
     tokens: int
@@ -125,7 +125,7 @@ def make_plan(
     costliest rank costs least, its costliest micro-batch counted once more for each further of the `stages` of a
     pipeline, which it fills and drains. Without parts is one of them, so groups never make it cost more.
 
-    shared: number of tokens with which the samples of a group all begin, by group: a micro-batch computes them once.
+    shared: number of tokens that a group's samples begin with, by group: counted once, though `trees` share none.
 
     Samples go to ranks first, since the slowest rank sets the time of the step. Ranks of equal cost may hold different
     numbers of tokens and so need different numbers of micro-batches: all get the largest number any rank needs, rounded
@@ -162,7 +162,7 @@ def _divisions(
     max_tokens: int,
     cost_model: CostModel,
 ) -> Iterator[list[_Unit]]:
-    """Yield ways to divide the groups into parts, each once; at last, every sample alone. alone: the longest first."""
+    """Yield divisions of the groups into ever smaller parts, and last every sample alone. alone: the longest first."""
     of_sample = {unit.samples[0]: unit for unit in alone}
     grouped = {i for samples in shared for i in samples}
     rest = [unit for unit in alone if unit.samples[0] not in grouped]
@@ -230,7 +230,7 @@ def _place(
 
 
 def assign_ranks(order_S: Sequence[int], costs_S: Sequence[float], dp_size: int) -> list[list[int]]:
-    """Give each sample, in descending order of cost, to the rank of least cost so far (ties: lowest rank).
+    """Give each sample of order_S, by falling cost, to the rank of least cost so far (ties: lowest rank).
 
     Source: Graham 1969, longest processing time first. No rank exceeds the mean by more than the last sample it got,
     usually a short one. Karmarkar-Karp comes closer to the mean by less than 1e-4, for more than ten times the CPU:
@@ -246,7 +246,7 @@ def assign_ranks(order_S: Sequence[int], costs_S: Sequence[float], dp_size: int)
 
 
 def imbalance(plan: Plan, lengths_S: ArrayLike, cost_model: CostModel) -> float:
-    """Return the cost of the costliest rank over the mean: 1.0 is perfect, also for a plan without samples."""
+    """Return the costliest rank's cost over the mean, shared tokens counted per sample; 1.0 without samples."""
     costs_S = cost_model.cost(lengths_S).tolist()
     loads = [sum(costs_S[i] for micro_batch in rank for i in micro_batch) for rank in plan.micro_batches]
     total = sum(loads)
@@ -285,7 +285,7 @@ def _pack(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list
 def _spread(
     order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], count: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Put each sample into the cheapest of `count` bins that has room (heap greedy); None where one fits nowhere."""
+    """Put samples, the longest first, each into the cheapest of `count` bins with room; None if one fits nowhere."""
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [max_tokens] * count
     cheapest = [(0.0, b) for b in range(count)]  # (cost, bin)

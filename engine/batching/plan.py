@@ -14,10 +14,10 @@ Planner = Callable[[Sequence[Sample]], Plan]
 
 @runtime_checkable
 class Holder(Protocol):
-    """A sequence of samples that are not whole on every rank, and that brings them where a plan has them computed."""
+    """Samples of which some ranks hold outlines; it plans them where they are whole, and sends each to its rank."""
 
     def planned(self, plan: Planner) -> tuple[Plan, Sequence[Sample]]:
-        """Return the plan, the same on every rank, and the samples: whole where this rank computes them. Collective."""
+        """Return the plan of all ranks, and the samples: outlines where other ranks compute them. Collective."""
         ...
 
 
@@ -29,7 +29,7 @@ def planned(samples: Sequence[Sample], plan: Planner) -> tuple[Plan, Sequence[Sa
 def plan_step(
     samples: Sequence[Sample], layout: Layout, max_tokens: int, cost_model: CostModel, *, share_prefixes: bool = False
 ) -> Plan:
-    """Return `make_plan` of samples on a layout. A pure function of the samples' tokens and groups.
+    """Return the plan of a step's samples. Reads lengths; with share_prefixes also tokens and groups.
 
     share_prefixes: whether tokens with which samples of a micro-batch begin alike are computed once, where that pays.
     """

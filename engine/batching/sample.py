@@ -19,7 +19,7 @@ class Sample:
     tokens_T: int64 token ids.
     mask_T: bool; True where a target is predicted from the tokens before position t. mask_T[0] is False: the first
         token has nothing before it.
-    group: number of the sample's prompt; any, the same for all samples of a prompt (prompt-mean losses).
+    group: number of its prompt; any, the same for all samples of a prompt (prompt means, shared prefixes).
     fields: further per-token float tensors of shape [T] that a loss reads (advantages, old log-probabilities ...);
         fields[k][t] belongs to the prediction *at* position t, like mask_T.
     id: origin of the sample, such as "file:line" of its row; nothing is computed from it.
@@ -76,7 +76,7 @@ class Sample:
 
 
 def outline(sample: Sample) -> Sample:
-    """Return the sample without its values: tensors of the same shapes and types on torch's meta device."""
+    """Return the sample with its tensors on torch's meta device, without contents; numbers and id are kept."""
     fields = {name: values_T.to("meta") for name, values_T in sample.fields.items()}
     targets_T = None if sample.targets_T is None else sample.targets_T.to("meta")
     tokens_T, mask_T = sample.tokens_T.to("meta"), sample.mask_T.to("meta")
@@ -84,7 +84,7 @@ def outline(sample: Sample) -> Sample:
 
 
 def sequence_numbers(samples: Sequence[Sample]) -> list[int]:
-    """Return the number of each sample's trajectory, counted from 0 in the order of their first samples.
+    """Number the trajectory of each sample from 0. samples: all samples of the step, the same on every rank.
 
     Raises ValueError where samples of one trajectory belong to different prompts or sets.
     """
@@ -106,7 +106,7 @@ def sequence_numbers(samples: Sequence[Sample]) -> list[int]:
 
 
 def check_targets(samples: Sequence[Sample], vocab_size: int) -> None:
-    """Raise UserError where a sample's own target is no token."""
+    """Raise UserError if a target of targets_T is no token id."""
     for sample in samples:
         if sample.targets_T is not None:
             targets = sample.targets_T[sample.mask_T]

@@ -35,7 +35,7 @@ _REPR.maxlist = _REPR.maxdict = _REPR.maxtuple = 20
 
 @dataclass(frozen=True)
 class Row:
-    """One row as its file has it.
+    """A row, as its file holds it.
 
     place: "file:line" (JSON Lines) or "file: row n" (Parquet), counted from 1.
     values: the columns whose value is not null. Parquet gives every row all columns of the file.

@@ -69,7 +69,7 @@ def runs(mask_T: Sequence[bool]) -> list[tuple[int, int]]:
 class GenerationPrompt:
     """The text between the end of a message of one role and the assistant's words, as a prompt renders it.
 
-    text: that text.
+    text: the text itself.
     seen: numbers of characters of `text` with which turns of this row were found to begin.
     """
 

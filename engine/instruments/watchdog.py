@@ -50,7 +50,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank stands.
+    """The position of a rank.
 
     collective: collective in which it waits for others; None: it is in none.
     frame: innermost frame of isoloss for a rank in a collective, else the innermost frame of all.

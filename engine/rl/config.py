@@ -228,7 +228,7 @@ class AlgorithmConfig(Keys, group="algorithm"):
     minibatch_by: Literal["completion", "prompt"] = key(
         "completion",
         "What is dealt to the optimizer steps: single completions, so that those of a prompt are in several steps, or "
-        "prompts with all of theirs, which batch.share_prefixes saves more of.",
+        "prompts with all their completions, of which batch.share_prefixes saves more.",
     )
     epochs: int = key(1, "Passes over a generated batch.", at_least=1)
     dynamic_sampling: bool = key(

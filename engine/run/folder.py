@@ -41,7 +41,7 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """A digest of something besides the configuration that a resumed run must not change.
+    """A digest of something outside of the configuration that a resumed run must not change.
 
     name: name in messages and checkpoints.
     value: a digest or a short text.

@@ -26,7 +26,7 @@ LEAST_SHARE = 0.05  # share of the time that the others wait, below which a slow
 
 @dataclass(frozen=True)
 class Watched:
-    """What is watched in runs of a recipe, besides the checks of every run.
+    """The checks of a recipe's runs, in addition to those of every run.
 
     varied: function that returns whether the rewards of a step's batch differ, so that the step can learn.
     checks: further checks.

@@ -23,7 +23,7 @@ NAME = "bad_steps.jsonl"
 class BadStepGuard:
     """Reports bad steps, and ends a run with too many in a row. All ranks see the same numbers, so all end together.
 
-    watched: those of "loss" and "grad_norm" that are compared with earlier steps.
+    watched: "loss", "grad_norm" or both: metrics that are compared with earlier steps.
     state: result of `state` in the checkpoint that the run resumed from.
     file: file for bad steps with the ids of their samples; None on ranks that write none.
     """

@@ -14,7 +14,6 @@ from isoloss.engine.config.schema import Config
 from isoloss.engine.memory import preflight
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder, read_architecture
-from isoloss.models.mcore.compat import check_apex
 from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.distcp import is_checkpoint
@@ -32,6 +31,7 @@ from isoloss.models.weights.side_files import SideFiles
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout, UserError
 from isoloss.parallel.runtime import device, environment
+from isoloss.parallel.runtime.versions import check_apex
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,16 @@
 """Adapters for interfaces of Megatron-Core that differ between 0.16.1 and newer releases.
 
 The same code serves every release of `parallel/runtime/versions.py` that is usable; nothing here asks which one is
-installed. Patches of Megatron's own code are in `isoloss.models.mcore.patches`. The check of NVIDIA's apex is here too,
-which every release imports where it is.
+installed. Patches of Megatron's own code are in `isoloss.models.mcore.patches`.
 """
 
 from collections.abc import Sequence
 from functools import partial
-from importlib.machinery import PathFinder
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
-
-from isoloss.parallel import UserError
-
-
-def check_apex() -> None:
-    """Raise UserError where the package `apex` is not NVIDIA's: PyPI's is another project. Imports neither."""
-    spec = PathFinder.find_spec("apex")
-    folders = [] if spec is None else list(spec.submodule_search_locations or [])
-    if spec is not None and not any((Path(folder) / "optimizers").is_dir() for folder in folders):
-        raise UserError(
-            f"the package apex in {folders[0] if folders else spec.origin} is not NVIDIA's (the one on PyPI is another "
-            "project): pip uninstall apex; isoloss needs none, and NVIDIA's is built from its own repository"
-        )
 
 
 def submodules_of(spec: Any) -> Any:

@@ -6,7 +6,11 @@ for Linux on x86-64. Imports no torch.
 """
 
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from isoloss.parallel.runtime.errors import UserError
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = "2.11"  # the first with all functions that the code calls
@@ -169,3 +173,14 @@ def foreign_nccl(torch: str, nccl: str | None, sglang: str | None) -> str | None
     """
     server_nccl = nccl_of_sglang(sglang)
     return server_nccl if server_nccl != nccl and nccl is not None and nccl == nccl_of_torch(torch) else None
+
+
+def check_apex() -> None:
+    """Raise UserError where the package `apex` is not NVIDIA's: PyPI's is another project. Imports neither."""
+    spec = PathFinder.find_spec("apex")
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    if spec is not None and not any((Path(folder) / "optimizers").is_dir() for folder in folders):
+        raise UserError(
+            f"the package apex in {folders[0] if folders else spec.origin} is not NVIDIA's (the one on PyPI is another "
+            "project): pip uninstall apex; isoloss needs none, and NVIDIA's is built from its own repository"
+        )

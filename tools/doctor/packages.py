@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from isoloss.models.mcore import compat
 from isoloss.parallel import UserError
 from isoloss.parallel.runtime import versions
 from isoloss.parallel.runtime.versions import version_of
@@ -96,7 +95,7 @@ def check_transformer_engine(installed: Installed, has_gpu: bool) -> Iterator[Fi
 
 def check_apex() -> Iterator[Finding]:
     try:
-        compat.check_apex()
+        versions.check_apex()
     except UserError as error:
         state, _, fix = str(error).rpartition(": ")
         yield problem("apex", state, fix)

@@ -1,1 +1,1 @@
-"""Who generates completions: a model in this process, or a fleet of servers (docs/rollout.md)."""
+"""Generate completions, with a model in this process or a fleet of servers (docs/rollout.md)."""

@@ -1,4 +1,4 @@
-"""What of a completion is scored: one rule for the built-in rewards and for functions of users (docs/rewards.md)."""
+"""Choose the part of a completion that is scored: one rule for all reward functions (docs/rewards.md)."""
 
 import re
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Texts(NamedTuple):
     """The texts of a completion.
 
     plain: without special tokens and stop token.
-    raw: of all its tokens.
+    raw: text of all its tokens.
     marked: its thoughts between <think> and </think>, whatever marks the model has, a thought that its prompt opened
         included; otherwise as plain.
     """

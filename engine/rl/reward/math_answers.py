@@ -45,7 +45,7 @@ def math(completion_final: str, answer: object) -> float:
 
 
 def said_in(text: str) -> list[str]:
-    """What of a text is its answer, in forms of which math-verify reads each."""
+    """Return the answer in a text, in forms of which math-verify reads each."""
     text = tidied(text)
     box = last_box(text)
     if box is not None:
@@ -64,8 +64,8 @@ def _alone(text: str) -> list[str]:
 
 
 def last_box(text: str) -> str | None:
-    """What stands in the last \\boxed{...}: math-verify reads several boxes as one set. "" where it is not closed; None
-    without."""
+    """Return the content of the last \\boxed{...}: math-verify reads several boxes as one set. "" if it is not
+    closed; None without a box."""
     found = list(BOX.finditer(text))
     if not found:
         return None

@@ -62,8 +62,8 @@ class RewardWorker:
             self.connection.send(message)
 
     def receive(self) -> str | None:
-        """What is there of its answer, without waiting for the rest; the whole line once it is. Raises EOFError where
-        it has ended, and ValueError where it sends what is no answer."""
+        """Read the available part of the answer, without waiting; return the line once it is whole. Raise EOFError if
+        the worker has ended, and ValueError if it sends what is no answer."""
         piece = os.read(self.answers, 1 << 16)
         if not piece:
             raise EOFError
@@ -84,7 +84,7 @@ class RewardWorker:
 
 
 def is_answer(value: Any) -> bool:
-    """Whether it is what worker.py answers to a call: a finite number, a reason, or a list of these and None."""
+    """Return whether worker.py may answer so: a finite number, a reason, or a list of these and None."""
     if isinstance(value, list):
         return all(each is None or (not isinstance(each, list) and is_answer(each)) for each in value)
     return isinstance(value, str) or (type(value) in (int, float) and math.isfinite(value))
@@ -93,7 +93,7 @@ def is_answer(value: Any) -> bool:
 class RewardPool:
     """Processes that have imported `functions`.
 
-    described: what they say of them, in that order.
+    described: descriptions of the functions by the processes, in that order.
 
     timeout: seconds for a call. hidden: a variable of the environment that they are not to know.
     To be used from one thread at a time. Closing ends the processes; they also end with this process, however it ends.

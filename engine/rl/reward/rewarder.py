@@ -25,13 +25,13 @@ BUILT_IN = {"exact_match": "functions.py", "math": "math_answers.py", "format": 
 
 @dataclass(frozen=True)
 class Scored:
-    """What became of a completion.
+    """The score of a completion.
 
     reward: the weighted sum, or math.nan where a function failed.
-    parts: what each function gave, unweighted, by its label; math.nan where it failed, absent where it returned None
+    parts: result of each function, unweighted, by its label; math.nan where it failed, absent where it returned None
         (does not apply).
     error: the first failure, None without.
-    text: of the completion, without special tokens.
+    text: text of the completion, without special tokens.
     timed_out: whether its verification by `math` ran out of time, which gives 0.
     """
 
@@ -75,7 +75,7 @@ class Rewarder:
 
     @property
     def whole_batch(self) -> bool:
-        """Whether a function wants all completions of a batch in one call."""
+        """Return whether a function wants all completions of a batch in one call."""
         return any(function.batched for function in self._functions)
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Scored]:
@@ -129,7 +129,7 @@ def located(name: str) -> str:
 
 
 def labels(names: Sequence[str]) -> list[str]:
-    """What follows the colon; the whole name where that would be ambiguous."""
+    """Return the part of each name after the colon; the whole name where that would be ambiguous."""
     short = [name.rpartition(":")[2] for name in names]
     count = Counter(short)
     return [each if count[each] == 1 else name for each, name in zip(short, names)]
@@ -157,7 +157,7 @@ def spread(name: str, result: Any, count: int) -> list[Any]:
 
 
 def total(functions: Sequence[RewardFunction], outcomes: Sequence[float | str | None], text: str) -> Scored:
-    """outcomes: of one completion, one for each function: a number, None (does not apply), or what went wrong."""
+    """Return the score of one completion. outcomes: a number, None (does not apply) or a fault, for each function."""
     # A policy that finds what stops its verification must lose by it. Of a user's function time may say something else.
     stopped = [isinstance(each, OutOfTime) and function.name == "math" for function, each in zip(functions, outcomes)]
     outcomes = [0.0 if out else outcome for out, outcome in zip(stopped, outcomes)]

@@ -14,7 +14,7 @@ CLOSE_SECONDS = 5.0  # for the rewards under way when a run ends
 
 
 class GivesRewards(Protocol):
-    """What a `Rewarder` does.
+    """The interface of `Rewarder`.
 
     whole_batch: a function wants all completions of a batch in one call.
     """

@@ -1,4 +1,4 @@
-"""How reward functions are called. Three conventions are told apart by the names of the parameters:
+"""Call reward functions. The names of the parameters distinguish three conventions:
 
 isoloss   f(prompt, completion, answer, **extra) -> number                  any of NAMES and the row's columns
 verl      f(data_source, solution_str, ground_truth, extra_info=None)       number, or a mapping with "score"
@@ -31,7 +31,7 @@ class Attempt(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """kind: as inspect.Parameter has it."""
+    """kind: kind of inspect.Parameter."""
 
     name: str
     kind: str
@@ -54,14 +54,14 @@ class RewardFunction:
         return self.convention == "trl"
 
     def calls(self, attempts: Sequence[Attempt]) -> list[Call]:
-        """One for each attempt, or one for all."""
+        """Return a call for each attempt, or one for all."""
         if self.batched:
             return [Call(self.index, self._arguments(trl_values(attempts)), batched=True)]
         values = verl_values if self.convention == "verl" else own_values
         return [Call(self.index, self._arguments(values(attempt))) for attempt in attempts]
 
     def _arguments(self, values: tuple[Mapping[str, Any], Mapping[str, Any]]) -> dict[str, Any]:
-        """values: what there is to be named, and what a ** parameter is given besides."""
+        """Return the arguments by name. values: those that a parameter can name, and the rest for a ** parameter."""
         named, rest = values
         arguments: dict[str, Any] = {}
         for parameter in self.parameters:

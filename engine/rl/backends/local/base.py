@@ -50,7 +50,7 @@ class LocalBackend(RolloutBackend):
         return dist.get_rank(), dist.get_world_size()
 
     def answers(self) -> bool:
-        """Whether this rank sends what its model generates to rank 0."""
+        """Return whether this rank sends the completions of its model to rank 0."""
         return True
 
     def agree(self, known: int, busy: bool) -> tuple[int, bool]:
@@ -60,7 +60,7 @@ class LocalBackend(RolloutBackend):
     # ---- requests and orders, from any thread of rank 0 -------------------------------------------------------------
 
     def submit(self, request: Request, sampling: Sampling) -> Future[Completion]:
-        """As `RolloutBackend.submit`. No request is ever lost.
+        """Implement `RolloutBackend.submit`. No request is ever lost.
 
         Raises UserError for a prompt that is empty or too long, ValueError before the first `update_weights` and for an
         id that is in flight.
@@ -79,16 +79,16 @@ class LocalBackend(RolloutBackend):
         return future
 
     def pause(self) -> None:
-        """As `RolloutBackend.pause`; other ranks follow after a twentieth of a second. Nothing on ranks but 0."""
+        """Implement `RolloutBackend.pause`; other ranks follow after 0.05 seconds. Only rank 0 does anything here."""
         self._order(Order("pause"))
 
     def resume(self) -> None:
-        """As `RolloutBackend.resume`. Nothing on ranks but 0."""
+        """Implement `RolloutBackend.resume`. Only rank 0 does anything here."""
         self._order(Order("resume"))
 
     def abort(self) -> None:
-        """As `RolloutBackend.abort`, also while paused; other ranks follow after a twentieth of a second. Nothing on
-        ranks but 0."""
+        """Implement `RolloutBackend.abort`, also while paused; other ranks follow after 0.05 seconds. Only rank 0 does
+        anything here."""
         self._order(Order("abort"))
 
     def _withdraw(self, id: str) -> None:
@@ -106,10 +106,10 @@ class LocalBackend(RolloutBackend):
     # ---- generation, on every rank ----------------------------------------------------------------------------------
 
     def serve(self, goal: Future | None) -> None:
-        """As `RolloutBackend.serve`. Over the world one all-gather, at the end.
+        """Implement `RolloutBackend.serve`. One all-gather over the world, at the end.
 
         Each model takes a block of the requests that come together, so that completions of one prompt mostly read it
-        together. What a request gives depends on neither the ranks nor the other requests, beyond rounding.
+        together. The completion of a request depends on neither the ranks nor the other requests, beyond rounding.
         Raises RuntimeError on every rank where generation failed on one.
         """
         if self._version is None:
@@ -247,7 +247,7 @@ class LocalBackend(RolloutBackend):
     # ---- life -------------------------------------------------------------------------------------------------------
 
     def weight_version(self) -> int | None:
-        """As `RolloutBackend.weight_version`. One all-gather over the world."""
+        """Implement `RolloutBackend.weight_version`. One all-gather over the world."""
         versions = gather_objects(self._version)
         return versions[0] if len(set(versions)) == 1 else None
 
@@ -255,11 +255,11 @@ class LocalBackend(RolloutBackend):
         """A model in this process is there for as long as the process."""
 
     def take_counts(self) -> dict[str, int]:
-        """As `RolloutBackend.take_counts`: none, for there is no server."""
+        """Implement `RolloutBackend.take_counts`: no counts, for there is no server."""
         return {}
 
     def close(self) -> None:
-        """As `RolloutBackend.close`; a closed backend serves no weights."""
+        """Implement `RolloutBackend.close`; a closed backend serves no weights."""
         self._version = None
         if not self._closed:
             self._closed = True

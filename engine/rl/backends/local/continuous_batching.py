@@ -45,7 +45,7 @@ class ActiveSequence:
 
     @property
     def finish(self) -> Finish | None:
-        """How the completion ended; None while it goes on."""
+        """Return how the completion ended; None while it goes on."""
         if self.tokens and self.tokens[-1] in self.sampling.stop_token_ids:
             return "stop"
         return "length" if len(self.tokens) >= self.sampling.max_new_tokens else None

@@ -38,7 +38,7 @@ class PackedProducts:
     """
 
     def __init__(self, model: Model, rows: int):
-        """rows: that decode together."""
+        """rows: number of rows that decode together."""
         self._layers = {
             layer: PackedMatrix(layer.weight, rows)
             for module in model.modules
@@ -53,7 +53,7 @@ class PackedProducts:
         return PackedMatrix.serves(model.tensors()[0]) and model.mesh.tp.size() == 1
 
     def in_layers(self) -> AbstractContextManager[None]:
-        """What the layers multiply by meanwhile."""
+        """Return the context in which the layers multiply by packed weights."""
         return patches.multiply_by(self._layers)
 
 
@@ -173,7 +173,7 @@ class MegatronBackend(LocalBackend):
         return self._engine.mesh.stage.rank() == 0
 
     def agree(self, known: int, busy: bool) -> tuple[int, bool]:
-        """As `LocalBackend.agree`. One all-reduce among the ranks that decode together."""
+        """Implement `LocalBackend.agree`. One all-reduce among the ranks that decode together."""
         if self._together.size() == 1:
             return known, busy
         largest = torch.tensor([known, busy], dtype=torch.int32, device=self._engine.device)

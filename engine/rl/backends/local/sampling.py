@@ -35,8 +35,8 @@ def exponentials(keys_B: Sequence[int], num: int, device: torch.device) -> Tenso
 
 
 def _exponentials(keys: Tensor, tokens: Tensor) -> Tensor:
-    """Of these keys and tokens, whose shapes are broadcast. int64 arithmetic wraps around like that of unsigned
-    integers."""
+    """Return exponential variates of these keys and tokens, whose shapes are broadcast. int64 arithmetic wraps around
+    like that of unsigned integers."""
 
     def shifted(bits: Tensor, by: int) -> Tensor:
         """To the right as unsigned integers: zeros come in from the left."""

@@ -25,13 +25,13 @@ from isoloss.models.weights.weight_map import LM_HEAD, hf_shapes, output_name, w
 
 
 class TransformersBackend(LocalBackend):
-    """A whole copy of the model on every rank, besides the trainer's, in whatever layout that one is.
+    """A whole copy of the model on every rank, in addition to the trainer's, for every layout of the trainer.
 
     folder: a Hugging Face folder or a checkpoint; only its config.json is read, weights come through `update_weights`.
     For small models: on a GPU the copy stays there while the trainer trains, however little the layout leaves there.
 
     concurrency: rows that decode together on this rank.
-    dtype: of the weights here.
+    dtype: type of the weights of the copy.
     Collective over the world.
     """
 
@@ -46,7 +46,7 @@ class TransformersBackend(LocalBackend):
         return TransformersDecoder(self.model)
 
     def update_weights(self, buckets: Iterable[Bucket], version: int) -> None:
-        """As `RolloutBackend.update_weights`; tensors are copied, and rounded where `dtype` is narrower.
+        """Implement `RolloutBackend.update_weights`; tensors are copied, and rounded where `dtype` is narrower.
 
         Raises ValueError where a tensor is missing, unknown, of another shape, or comes twice.
         """
@@ -68,7 +68,7 @@ class TransformersBackend(LocalBackend):
         self._version = version
 
     def close(self) -> None:
-        """As `RolloutBackend.close`: gives the model's memory back."""
+        """Implement `RolloutBackend.close`: free the model's memory."""
         super().close()
         self._slots.clear()
         nn.Module.to(self.model, device="meta")
@@ -82,7 +82,7 @@ def build(folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.de
     options = {} if grouped else {"experts_implementation": "eager"}
     with no_init_weights(), torch.device(device):
         config = _config(folder, arch).get_text_config()
-        config.tie_word_embeddings = arch.tie_embeddings  # of a multimodal model it may stand beside the text model's
+        config.tie_word_embeddings = arch.tie_embeddings  # of a multimodal model it may stand next to the text model's
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # transformers 5.23 has Mistral 4's class and not its entry
             name = read_config(folder)["architectures"][0]
             AutoModelForCausalLM.register(type(config), getattr(transformers, name), exist_ok=True)
@@ -100,8 +100,8 @@ def build(folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.de
 
 
 def _config(folder: Path, arch: Architecture) -> PreTrainedConfig:
-    """Of transformers' own class, whose name is that of the family, also where a file gives it a name that only the
-    code beside the file knows (Kimi-K2)."""
+    """Return the configuration in transformers' own class. Its name is that of the family, also where config.json names
+    a class of the code in the model's folder (Kimi-K2)."""
     written = read_config(folder)
     if written.get("model_type") in CONFIG_MAPPING:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -109,7 +109,7 @@ def _config(folder: Path, arch: Architecture) -> PreTrainedConfig:
 
 
 def slots(model: PreTrainedModel, arch: Architecture) -> dict[str, Tensor]:
-    """Where each Hugging Face tensor belongs: views of the model's parameters that cover all of them.
+    """Return the place of each Hugging Face tensor: views that cover all parameters of the model.
 
     transformers joins the experts of a layer in memory, though not in files: gate_up_proj [experts, 2 wide, hidden] and
     down_proj [experts, hidden, wide].
@@ -133,7 +133,7 @@ def slots(model: PreTrainedModel, arch: Architecture) -> dict[str, Tensor]:
 
 
 def _transformers_name(tensor: str, arch: Architecture) -> str:
-    """What transformers calls in memory what the files of some families call otherwise."""
+    """Return the name that transformers has in memory for a tensor of the files; some families have two names."""
     if tensor == output_name(arch):
         return LM_HEAD
     if tensor.startswith(arch.tensor_prefix):

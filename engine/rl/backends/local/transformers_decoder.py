@@ -31,7 +31,7 @@ class Batch:
     cache: DynamicCache
 
     def select(self, keep: Sequence[int]) -> "Batch":
-        """These rows, without columns that none of them needs."""
+        """Return these rows, without columns that none of them needs."""
         rows = [self.rows[k] for k in keep]
         _take_rows(self.cache, keep)
         columns = max(row.length for row in rows) - 1
@@ -51,7 +51,7 @@ class Batch:
 
 
 class TransformersDecoder(Decoder):
-    """Of a transformers model."""
+    """Decodes with a transformers model."""
 
     def __init__(self, model: PreTrainedModel):
         self._model = model
@@ -80,7 +80,8 @@ class TransformersDecoder(Decoder):
 
 
 def _forward(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor, cache: DynamicCache) -> Tensor:
-    """lengths_B: of the rows with these tokens. The head is the trainer's, so that rounding is the same in both."""
+    """Return logits of the next tokens, by the trainer's head, so that rounding is the same in both. lengths_B: lengths
+    of the rows with these tokens."""
     columns = _columns(cache) + tokens_BT.shape[1]
     positions_BT = torch.arange(columns) - (columns - lengths_B)[:, None]
     output: Any = model.base_model(
@@ -96,19 +97,19 @@ def _forward(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor, cache
 
 
 def _empty_cache(model: PreTrainedModel) -> DynamicCache:
-    """Without the configuration where it can be: sliding layers keep everything too then, and only mask it."""
+    """Return a cache, without the configuration if possible: sliding layers then keep everything, and only mask it."""
     kinds = getattr(model.config, "layer_types", None) or ()
     return DynamicCache(config=model.config) if "linear_attention" in kinds else DynamicCache()
 
 
 def _attention(cache: DynamicCache) -> list[Any]:
-    """Layers with keys and values, [B, heads, T, D]."""
+    """Return the layers with keys and values, [B, heads, T, D]."""
     return [layer for layer in cache.layers if not isinstance(layer, LinearAttentionLayer)]
 
 
 def _states(cache: DynamicCache) -> list[Any]:
-    """What layers of linear attention keep, each in a mapping, under 0: the last inputs of the convolution, and the
-    state; rows first."""
+    """Return the states of layers of linear attention, each under 0 of a mapping: the last inputs of the convolution,
+    and the state; rows first."""
     linear = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
     return [kept for layer in linear for kept in (layer.conv_states, layer.recurrent_states)]
 

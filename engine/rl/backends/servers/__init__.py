@@ -1,1 +1,1 @@
-"""What a fleet of inference servers needs, of whatever kind: processes, health, retries, versions."""
+"""Run and watch a fleet of inference servers of any kind: processes, health, retries, versions."""

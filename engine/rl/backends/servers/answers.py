@@ -59,7 +59,7 @@ class Client:
 
 
 class _Limit(threading.local):
-    """Of the call that a thread makes."""
+    """The time limit of the call that a thread makes."""
 
     seconds = 0.0
     deadline: float | None = None

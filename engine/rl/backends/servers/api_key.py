@@ -9,13 +9,13 @@ from isoloss.parallel.runtime import environment
 
 @dataclass(frozen=True)
 class ApiKey:
-    """variable: the environment variable that holds it, which may be told."""
+    """variable: the environment variable that holds the key; its name is no secret."""
 
     variable: str
     value: str = field(repr=False)
 
     def hidden_in(self, text: str) -> str:
-        """The text without the key: what a server says is told to the user, and may repeat what it was sent."""
+        """Return the text without the key: the user sees what a server says, which may repeat what it was sent."""
         return text.replace(self.value, "***")
 
 

@@ -116,7 +116,7 @@ class ServerBackend(RolloutBackend):
         return Fleet(ready, self._takes_part, wrong, self._incidents)
 
     def _takes_part(self, server: Server) -> bool:
-        """Whether the server, or every one behind the router, still serves the weights of the requests in flight."""
+        """Return whether the server, or every one behind the router, still serves the weights of requests in flight."""
         if server is not self._router:
             return serves(server, self._valid_versions)
         return is_healthy(server) and all(on_all(self._servers, lambda each: serves(each, self._valid_versions)))

@@ -1,4 +1,4 @@
-"""What went wrong with servers and was mended, in numbers: metrics of a run (docs/rl.md)."""
+"""Count faults of servers that were repaired: metrics of a run (docs/rl.md)."""
 
 import threading
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ NAMES: tuple[str, ...] = ("servers_lost", "servers_returned", "requests_retried"
 class Incidents:
     """Counts since they were last taken; from any thread.
 
-    servers: those of rollout.servers. What becomes of others, such as a router, is not counted.
+    servers: the servers of rollout.servers. Faults of others, such as a router, are not counted.
     """
 
     def __init__(self, servers: Iterable[Server]):
@@ -25,7 +25,7 @@ class Incidents:
             self._counts[name] += number
 
     def lost(self, server: Server) -> None:
-        """It does not answer, or has other weights than it was given. Again and again is once, until it returned."""
+        """Count a server that does not answer, or has other weights than it was given: once, until it has returned."""
         with self._lock:
             if server in self._present:
                 self._present.remove(server)
@@ -34,7 +34,7 @@ class Incidents:
         server.had_ours = False  # so that weights which are not ours are not taken for another loss
 
     def returned(self, server: Server) -> None:
-        """It answers."""
+        """Note that a lost server answers again."""
         with self._lock:
             if server in self._absent:
                 self._absent.remove(server)

@@ -178,7 +178,7 @@ def try_abort(server: Server) -> None:
 def complete(
     fleet: Fleet, request: Request, sampling: Sampling, timeout: float, aborted: threading.Event
 ) -> Completion | None:
-    """One request to its end, over as many calls and servers as it takes."""
+    """Generate one request to its end, over as many calls and servers as it takes."""
     so_far = request.partial or Completion(request.id, (), (), (), "abort")
     failed, deadline, pause = None, None, FIRST_RETRY_SECONDS
     while not aborted.is_set():

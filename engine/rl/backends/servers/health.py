@@ -1,4 +1,4 @@
-"""Whether servers are there, serve weights of ours, and agree with each other."""
+"""Check that servers answer, serve weights of the trainer, and agree with each other."""
 
 import contextlib
 import time
@@ -14,10 +14,10 @@ Check = Callable[[Server], None]  # raises ServerLost
 
 
 def wait_until(check: Check, server: Server, timeout: float, lost: Callable[[Server], object]) -> None:
-    """The server passes; it may still be loading, or be restarted by whoever runs it. UserError after `timeout`
-    seconds.
+    """Wait until the server passes; it may still be loading, or its owner may restart it. Raise UserError after
+    `timeout` seconds.
 
-    lost: told of it where it does not pass at once.
+    lost: callback for a server that does not pass at once.
     """
     deadline, announced = time.monotonic() + timeout, False
     while True:
@@ -82,7 +82,7 @@ def try_sleep(server: Server, tags: Sequence[str]) -> None:
 
 
 def serves(server: Server, versions: Collection[int]) -> bool:
-    """Whether it answers, with weights of one of these versions."""
+    """Return whether the server answers, with weights of one of these versions."""
     try:
         return server.weight_version() in versions
     except ServerLost:
@@ -90,7 +90,7 @@ def serves(server: Server, versions: Collection[int]) -> bool:
 
 
 def explain(error: Exception, timeout: float) -> Exception:
-    """What the user should see of an exception: servers' failures are theirs to fix."""
+    """Return the exception that the user sees: failures of servers are the user's to fix."""
     if isinstance(error, ServerLost):
         return UserError(
             f"{error}; see that the server runs and can be reached, and that rollout.timeout={timeout:g} seconds is "

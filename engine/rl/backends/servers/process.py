@@ -48,7 +48,7 @@ class ServerProcess:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Run the command, whether it ever ran before or not; `wait_ready` tells when it serves."""
+        """Run the command, whether it ever ran before or not; `wait_ready` returns when it serves."""
         self.stop()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab", buffering=0) as log:
@@ -56,10 +56,10 @@ class ServerProcess:
             self._process = Helper(command, stdout=log.fileno(), env=environment.of_other_programs())
 
     def wait_ready(self, ready: Callable[[], bool], timeout: float) -> None:
-        """Until ready(). Raises UserError with the end of the log if the command ends first, or takes too long.
+        """Wait until ready(). Raises UserError with the end of the log if the command ends first, or takes too long.
 
         It may end once, and is then started again: a server that is killed while it starts is nobody's mistake. No
-        status tells that from one: SGLang kills itself whatever is wrong.
+        status distinguishes the two: SGLang kills itself whatever is wrong.
         """
         deadline, again = time.monotonic() + timeout, True
         while not ready():

@@ -51,7 +51,7 @@ def without(secret: bytes, text: bytes) -> bytes:
 
 
 def log(text: bytes) -> None:
-    """What a full disk does not take is lost."""
+    """Write to the log; a text that a full disk does not take is lost."""
     with contextlib.suppress(OSError):
         os.write(sys.stdout.fileno(), text)
 

@@ -1,6 +1,6 @@
-"""Whether what a server answered can be what it was asked for: a sample that is damaged or stale is never learned from.
+"""Check that an answer of a server fits its request: a damaged or stale sample is never learned from.
 
-What a server says of itself is believed only as far as it can be held against the request.
+Statements of a server about itself count only as far as the request confirms them.
 """
 
 from collections.abc import Collection
@@ -15,10 +15,10 @@ FINISHES = ("stop", "length", "abort")
 def damage(
     answer: Completion, budget: int, sampling: Sampling, vocab_size: int, versions: Collection[int]
 ) -> str | None:
-    """What is wrong with the answer to a request for at most `budget` tokens, or None. An abort may come at any time,
+    """Return the fault of an answer to a request for at most `budget` tokens, or None. An abort may come at any time,
     also before the first token.
 
-    versions: of weights, that its tokens may have.
+    versions: versions of weights that its tokens may have.
     """
     tokens, finish = answer.tokens, answer.finish
     if finish not in FINISHES:

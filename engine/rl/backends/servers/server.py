@@ -1,4 +1,4 @@
-"""What `ServerBackend` asks of an inference server over HTTP, of a way for weights to reach it, and how that fails."""
+"""The requests of `ServerBackend` to an inference server over HTTP, the ways of weights to it, and their failures."""
 
 import json
 from abc import ABC, abstractmethod
@@ -43,13 +43,13 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """How a server was started.
+    """Settings that a server was started with.
 
     tp_size: processes that hold a share of the weights.
     device: "cuda", "cpu" ...
     gives_memory_back: `release_memory` is there.
     keeps_weights: weights survive it.
-    release: the version of its software; None where it tells none.
+    release: the version of its software; None where it reports none.
     """
 
     tp_size: int = 1
@@ -64,7 +64,7 @@ class Server(ABC):
     another key. A kind of server is a subclass.
 
     timeout: seconds that an answer may take, in all calls that do not say otherwise.
-    key: what it asks for, if it does.
+    key: the key that it asks for, if it does.
     """
 
     memory_options: ClassVar[str] = ""  # what a server is started with so that it can give its memory back
@@ -103,15 +103,15 @@ class Server(ABC):
 
     @abstractmethod
     def check_alive(self) -> None:
-        """That it answers at all, which takes no time."""
+        """Check that the server answers at all, which takes no time."""
 
     @abstractmethod
     def check_health(self) -> None:
-        """That it can make a token; while it is paused or asleep, that it answers at all."""
+        """Check that the server can make a token; while it is paused or asleep, that it answers at all."""
 
     @abstractmethod
     def weight_version(self) -> int | None:
-        """The version that the server says it serves, None if it is not one of ours."""
+        """Return the version that the server says it serves; None if it is not a version of the trainer."""
 
     @abstractmethod
     def set_weight_version(self, version: int) -> None:
@@ -149,7 +149,7 @@ class Server(ABC):
         return ServerInfo()
 
     def checksums(self) -> list[dict[str, str]]:
-        """Of each process of the server, the checksum of each of its weights; none where it tells none."""
+        """Return the checksum of each weight, for each process of the server; nothing if the server reports none."""
         return []
 
     def release_memory(self, tags: Sequence[str]) -> None:
@@ -203,7 +203,7 @@ class Server(ABC):
         return f"rollout.api_key_env={key}: {told}; {fix}"
 
     def _message(self, reply: Answer) -> str:
-        """What the server says went wrong, on one line: its JSON holds that in one of several places."""
+        """Return the server's message of an error, on one line: its JSON holds it in one of several places."""
         try:
             body = json.loads(reply.body)
         except (ValueError, RecursionError):
@@ -218,7 +218,7 @@ class Server(ABC):
 
 
 class WeightSync:
-    """One way for weights to reach the servers: between `begin_update` and `end_update` of every server, bucket after
+    """A way for weights to reach the servers: between `begin_update` and `end_update` of every server, bucket after
     bucket. `begin`, `end` and, but for receives="owner", `send` are called on rank 0 alone.
 
     receives: which ranks `prepare` needs the tensors on. Of "owner", the rank that has a bucket sends it too, one
@@ -228,8 +228,8 @@ class WeightSync:
     receives: Receives
 
     def prepare(self, bucket: Bucket) -> Any:
-        """What `send` takes, from the bucket of this rank; of an empty one, which "owner" does not send, None. May
-        be collective over the world."""
+        """Return the argument of `send` for the bucket of this rank; None for an empty bucket, which "owner" does not
+        send. May be collective over the world."""
         raise NotImplementedError
 
     def begin(self, servers: Sequence[Server]) -> None:

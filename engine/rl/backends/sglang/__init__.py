@@ -1,1 +1,1 @@
-"""What is SGLang's: its endpoints, and the ways in which weights reach it."""
+"""Talk to SGLang: its endpoints, and the ways in which weights reach it."""

@@ -17,7 +17,7 @@ DEVICE = 6  # position of the device among the arguments of torch's rebuild_cuda
 
 
 class FlattenedTensorMetadata:
-    """Where a tensor lies in the bytes of a bucket. Travels under the name of SGLang's class (`serialize`)."""
+    """The place of a tensor in the bytes of a bucket. Travels under the name of SGLang's class (`serialize`)."""
 
     def __init__(self, name: str, tensor: Tensor, start: int):
         self.name = name

@@ -1,6 +1,6 @@
 """An SGLang server: its endpoints.
 
-They are those of SGLang 0.5.23 (docs/rollout.md tells which, and what older servers lack).
+They are those of SGLang 0.5.23 (docs/rollout.md lists them, and what older servers lack).
 """
 
 import zlib
@@ -149,7 +149,7 @@ def _completion(request_id: str, reply: Mapping[str, Any]) -> Completion:
 
 
 def version_of(told: object) -> int | None:
-    """The number of a version of ours, None for another: ours are counted, in few digits."""
+    """Return the number of a version of the trainer, None for another: the trainer counts, in few digits."""
     text = str(told)
     return int(text) if text.isdecimal() and len(text) < 10 else None
 

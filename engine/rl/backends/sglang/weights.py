@@ -34,7 +34,7 @@ from isoloss.parallel.runtime import versions
 class BroadcastSync(WeightSync):
     """A process group of a rank that holds weights and every process of every server: NCCL between GPUs, gloo on CPUs.
 
-    SGLang receives from the first rank of a group only, and is a member of as many groups as it is told to form, by
+    SGLang receives from the first rank of a group only, and is a member of as many groups as it is asked to form, by
     name. So each rank that sends forms its own, when it first has something, and no weight goes from one rank of the
     trainer to another. The group stays from one update to the next. A server that leaves it, or never joins, fails the
     update after `timeout` seconds at most.
