@@ -38,11 +38,11 @@ from isoloss.parallel.mesh import make_gather_buffer
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides the bytes of a part of a model, besides its tokens.
+    """Everything on which the bytes of a part of a model depend, apart from its tokens.
 
-    arch: a model that has one layer of each kind.
-    layout: tensor, context and expert parallelism; all else is 1.
-    dtype, grad_dtype: of weights and of the buffer of gradients.
+    arch: a model with one layer of each kind.
+    layout: tensor, context and expert parallelism, on the fewest ranks.
+    dtype, grad_dtype: types of weights and of the buffer of gradients.
     accumulates: matrix products add to that buffer themselves.
     dispatch_bound: moe.dispatch_bound.
     """
@@ -61,9 +61,9 @@ class Setting:
 class Counted:
     """Bytes of a part of a model on a rank.
 
-    kept: until the backward of the part.
-    levels: what is live on the way through the forward of the part, and through its backward, where nothing behind the
-        part is kept any more; over what was live before the part.
+    kept: bytes that stay from the forward of the part until its backward.
+    levels: live bytes after every change in the forward of the part, and in its backward, when later parts keep nothing
+        more; above the bytes that were live before the part.
     """
 
     kept: int
@@ -126,7 +126,8 @@ def count_head(setting: Setting, tokens: int) -> Counted:
         hidden = torch.empty(shape, dtype=model.dtype, device=nowhere.DEVICE, requires_grad=True)
         ids = torch.zeros(tokens, dtype=torch.int64, device=nowhere.DEVICE)
         marks.begin()
-        normed = model.modules[0].decoder.final_layernorm(hidden)
+        norm: Any = model.modules[0].decoder.final_layernorm
+        normed = norm(hidden)
         if model.arch.critic:
             loss = model.values(normed, ids).sum()
         else:
@@ -145,7 +146,7 @@ def _model(setting: Setting, tokens: int, *, forgets: bool = True) -> Iterator[t
     """Build a model on a rank of its own world, as a step finds it. tokens: most of a row. forgets: whether the
     gradients that autograd brings to weights are dropped, as by Megatron's DistributedDataParallel."""
     counter, arch = _Remembering("meta"), setting.arch
-    nowhere.join(counter, 0, setting.layout.world_size)
+    nowhere.join(counter, nowhere.SimulatedRank(0, setting.layout.world_size))
     nowhere.share_evenly(arch)
     mesh = Mesh.create(setting.layout)
     with nowhere.without_values(counter):
@@ -269,7 +270,7 @@ def _mark_end(marks: _Marks, module: Any, name: Any) -> None:
 
 
 def _routed(model: Model, setting: Setting, ids: Tensor) -> tuple[RoutedTokens | None, Bound | None]:
-    """What the experts get of a row of one document, besides its tokens."""
+    """Make the routing data and the bound of a row of one document; None where the model, or the run, has none."""
     if setting.arch.experts is None:
         return None, None
     layout = setting.layout

@@ -138,9 +138,8 @@ class _Parts:
     """The parts of a model on a rank, for some number of tokens. Suffix K: one for each kind of layer.
 
     kept_K, peak_K: bytes of a layer, as of a `_Part`.
-    held_K: as `peak_K`, where the backward is called with the layer's output and its gradient, and so holds these to
-        its end: by the schedule of a pipeline, or because the layer is computed again. The MLP, which comes first, has
-        the gradient in any case.
+    held_K: the same peak where the caller of the backward holds the layer's output and its gradient to the end: the
+        schedule of a pipeline, or the function that computes the layer again. The MLP has the gradient in any case.
     row: bytes of the hidden states of a row: stages send them, and a layer that is computed again keeps no others.
     buffer: bytes of the buffer for rows that are gathered.
     """

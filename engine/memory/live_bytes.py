@@ -39,29 +39,29 @@ class LiveBytes(TorchDispatchMode):
     # ---- what a subclass may record ----------------------------------------------------------------------------------
 
     def wait(self, kind: str, tensor: Tensor | None = None) -> None:
-        """The host waits for the device, where the tensor is there."""
+        """Record a wait of the host for the device, if the tensor is on the device."""
 
     def pin(self, tensor: Tensor) -> None:
-        """A tensor of the host is put into memory from which copies to the device need no wait."""
+        """Record that a tensor of the host is in pinned memory, from which copies to the device need no wait."""
 
     def _ran(self, func: Any, args: Any, kwargs: Any, out: Any, given: Sequence[Tensor]) -> None:
-        """An op ran. given: tensors of the device among its results."""
+        """Record an op. given: tensors of the device among its results."""
 
     def _ran_kernel(self, name: str, args: Any, out: Any) -> None:
-        """One kernel ran in place of the ops of a function."""
+        """Record a kernel that ran in place of the ops of a function."""
 
     def _changed(self, key: int, nbytes: int) -> None:
-        """A storage took so many bytes more, or fewer."""
+        """Record a change of a storage by `nbytes`."""
 
     def _exchanged(self, func: Any, args: Sequence[Any]) -> Sequence[Any]:
-        """A collective runs. Returns the arguments that it takes."""
+        """Record a collective. Return the arguments with which it goes on."""
         return args
 
     def _item(self, tensor: Tensor) -> float | int | bool:
         return made_up(tensor.dtype)
 
     def _goes_alone(self, args: Sequence[Any], kwargs: Mapping, host: Tensor) -> bool:
-        """Whether the host does not wait for a copy between host and device."""
+        """Return whether a copy between host and device needs no wait."""
         del args, kwargs, host
         return False
 
@@ -121,7 +121,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _answer(self, func: Any, args: Sequence[Any], kwargs: Mapping) -> tuple[bool, Any]:
-        """What an op gives, and whether that is the host's and made up; other results are still to be counted."""
+        """Return whether an op's result is made up for the host, so that nothing is to be counted, and the result."""
         if func is aten._local_scalar_dense.default and self.has_no_value(args[0]):
             self.wait("item", args[0])
             return True, self._item(args[0])
@@ -176,7 +176,7 @@ class LiveBytes(TorchDispatchMode):
         return self.counts(tensor) or isinstance(tensor, FakeTensor)
 
     def counts(self, tensor: Tensor) -> bool:
-        """Whether this is a tensor of the device."""
+        """Return whether this is a tensor of the device."""
         return tensor.device.type == self._device_type
 
 

@@ -10,6 +10,7 @@ chooses on a GPU, or those of a CPU, with which a real run on this machine can b
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -41,25 +42,29 @@ _counter: LiveBytes  # sees the ops of the rank that this process simulates
 aten = torch.ops.aten
 
 
-def join(
-    counter: LiveBytes,
-    rank: int,
-    world_size: int,
-    *,
-    gpus_per_node: int = 8,
-    kernels: Kernels = "cuda",
-    device: Device = "meta",
-) -> None:
+@dataclass(frozen=True)
+class SimulatedRank:
+    """A rank, its world, and the kernels and tensors of its device."""
+
+    rank: int
+    world_size: int
+    gpus_per_node: int = 8
+    kernels: Kernels = "cuda"
+    device: Device = "meta"
+
+
+def join(counter: LiveBytes, simulated: SimulatedRank) -> None:
     """Become this rank, in place of another one. counter: sees the ops of its device, in `without_values`.
 
     Raises ValueError if this process already has other kernels, or another device.
     """
     global _counter
+    rank, world_size, kernels, device = simulated.rank, simulated.world_size, simulated.kernels, simulated.device
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank % gpus_per_node),
-        "LOCAL_WORLD_SIZE": str(min(world_size, gpus_per_node)),
+        "LOCAL_RANK": str(rank % simulated.gpus_per_node),
+        "LOCAL_WORLD_SIZE": str(min(world_size, simulated.gpus_per_node)),
     }
     _install(kernels, device)
     if _installed != (kernels, device):

@@ -8,7 +8,8 @@
 The real Engine takes a step as one rank of every pipeline stage, on tensors that have shapes and no values. So memory
 is counted, not guessed: rows are full (batch.max_tokens) and every token is a target. model.path needs no more than
 config.json; with data.train also a tokenizer, and the rows of the file are planned too. Seconds are an estimate, from
-the data sheet of the GPU. With --search every legal layout is ranked, by formulas of memory and time.
+the data sheet of the GPU. With --search every legal layout is ranked, by one counted layer of each kind and a formula
+of time.
 Exit status: 0 it fits, 1 it does not, 2 a mistake in the arguments or the configuration.
 """
 

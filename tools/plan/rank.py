@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isoloss.engine.config.schema import Config
 from isoloss.engine.memory import nowhere
-from isoloss.engine.memory.nowhere import Device, Kernels, without_values
+from isoloss.engine.memory.nowhere import SimulatedRank, without_values
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.model_source import resolve
 from isoloss.models.kinds.weight import Weight
@@ -40,12 +40,8 @@ class NoWeights:
 
 def dry_run(
     config: Config,
-    rank: int,
-    world_size: int,
+    simulated: SimulatedRank,
     *,
-    gpus_per_node: int = 8,
-    kernels: Kernels = "cuda",
-    device: Device = "meta",
     halves: bool = False,
     files: Path | None = None,
     documents: int = 1,
@@ -57,7 +53,7 @@ def dry_run(
     The optimizer takes its step on the device, as a copy to the host needs values; the bytes that
     memory.offload_optimizer keeps on the host are subtracted afterwards.
     """
-    recorder = join(rank, world_size, gpus_per_node=gpus_per_node, kernels=kernels, device=device)
+    recorder = join(simulated)
     share = config.memory.offload_optimizer
     config = dataclasses.replace(
         config,
@@ -80,7 +76,7 @@ def dry_run(
     on_host = round(share * resident["optimizer"])
     last = {phase.name: phase for phase in recorder.phases}
     return RankReport(
-        rank,
+        simulated.rank,
         engine.mesh.pp.rank(),
         sum(parameter.numel() for chunk in engine.chunks for parameter in chunk.parameters()),
         micro_batches,
@@ -123,14 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args(argv)
     config = compose_config(arguments.recipe, RECIPES[arguments.recipe].config, arguments.overrides)[0]
-    report = dry_run(
-        config,
-        arguments.rank,
-        arguments.world_size,
-        kernels=arguments.kernels,
-        halves=arguments.halves,
-        documents=arguments.documents,
-    )
+    simulated = SimulatedRank(arguments.rank, arguments.world_size, kernels=arguments.kernels)
+    report = dry_run(config, simulated, halves=arguments.halves, documents=arguments.documents)
     arguments.file.write_text(report.dumps())
     return 0
 

@@ -1,22 +1,28 @@
 """Record the work of a device op by op: memory, collectives, arithmetic, launches, and waits of the host."""
 
 import contextlib
+import functools
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import megatron.core
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+import isoloss.engine
+import isoloss.models
+import isoloss.parallel
 from isoloss.engine.memory.live_bytes import LiveBytes
 from isoloss.parallel import Mesh
 from isoloss.tools.plan.flops import flops_of
-from isoloss.tools.plan.sites import site
 
 aten = torch.ops.aten
 # Ops of torch that launch nothing: they allocate, or return a view.
@@ -230,3 +236,37 @@ def _is_own_copy(func: Any, args: Sequence[Any]) -> bool:
         and to.storage_offset() == source.storage_offset()
         and to.stride() == source.stride()
     )
+
+
+# ---- sites -----------------------------------------------------------------------------------------------------------
+
+# Folders whose frames are named, and the names of their files in a report.
+SOURCES = {
+    str(Path(module.__path__[0])): f"isoloss/{module.__name__.split('.')[-1]}"
+    for module in (isoloss.engine, isoloss.models, isoloss.parallel)
+} | {str(Path(megatron.core.__path__[0])): "megatron/core"}
+# Files that call an op on behalf of their callers.
+TRANSPARENT = ("/cuda_stubs.py", "/fused.py", "/memory/live_bytes.py", "/memory/nowhere.py")
+
+
+def site() -> str:
+    """Return file:line of the innermost frame of isoloss or Megatron; in a backward with the node of autograd's graph,
+    and that node alone in a thread of autograd."""
+    node = torch._C._current_autograd_node()
+    behind = f" {node.name()}" if node else ""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = named(frame.f_code.co_filename)
+        if file is not None:
+            return f"{file}:{frame.f_lineno}{behind}"
+        frame = frame.f_back
+    return f"torch{behind}"
+
+
+@functools.cache
+def named(path: str) -> str | None:
+    """Return the name of a file in a report; None for a file that is not named."""
+    for folder, title in SOURCES.items():
+        if path.startswith(folder) and not path.endswith(TRANSPARENT):
+            return title + path.removeprefix(folder)
+    return None

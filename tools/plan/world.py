@@ -37,12 +37,10 @@ from isoloss.parallel import Layout, normalizer
 from isoloss.tools.plan.recorder import Recorder
 
 
-def join(
-    rank: int, world_size: int, *, gpus_per_node: int, kernels: nowhere.Kernels, device: nowhere.Device
-) -> Recorder:
+def join(simulated: nowhere.SimulatedRank) -> Recorder:
     """Become this rank (`nowhere.join`). Return the recorder of the ops of its device."""
-    recorder = Recorder(device, gpus_per_node)
-    nowhere.join(recorder, rank, world_size, gpus_per_node=gpus_per_node, kernels=kernels, device=device)
+    recorder = Recorder(simulated.device, simulated.gpus_per_node)
+    nowhere.join(recorder, simulated)
     _stand_in()
     return recorder
 
