@@ -98,17 +98,17 @@ class Architecture:
     def kinds(self) -> tuple[Kind, ...]:
         return (*self.attentions, *self.mlps)
 
-    @property
+    @cached_property
     def experts(self) -> Experts | None:
         """Return the experts of the layers that have any; all such layers have the same."""
         return next((layer.mlp.experts for layer in self.layers if layer.mlp.experts), None)
 
-    @property
+    @cached_property
     def sparse(self) -> tuple[bool, ...]:
         """For each layer, whether it has experts."""
         return tuple(layer.mlp.experts is not None for layer in self.layers)
 
-    @property
+    @cached_property
     def linear(self) -> tuple[bool, ...]:
         """For each layer, whether its attention is linear: Gated DeltaNet."""
         return tuple(isinstance(layer.attention, GatedDelta) for layer in self.layers)

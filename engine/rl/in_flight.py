@@ -100,7 +100,8 @@ class InFlight:
         try:
             future = self._futures[request.id] = self._backend.submit(request, self._sampling)
         except Exception:
-            self._left -= 1
+            with self._lock:
+                self._left -= 1
             raise
         future.add_done_callback(self._arrived)
 

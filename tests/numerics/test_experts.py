@@ -74,7 +74,7 @@ def test_a_gpus_way_is_the_cpus(pool, tiny_hf, layout, recompute):
 
 @pytest.mark.parametrize("name", ("deepseek-v3-plain", "gemma-4-moe"))
 def test_shared_experts_are_added(pool, tiny_hf, name):
-    """And a scaled router's weights count; and experts with GELU beside a dense MLP."""
+    """And a scaled router's weights count; and experts with GELU next to a dense MLP."""
     case = fp64_config(tiny_hf(name, **ALIGNED), tp=2, ep=2)
     wanted = pool.run(2, training.gradients, case, SAMPLES, [range(6)])
     assert_same(pool.run(2, grouped.gradients, case, SAMPLES, [range(6)]), wanted)

@@ -4,12 +4,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
+from threading import Timer
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.models.families import tensors_of
 from support.ranks import joining
 
+from isoloss.engine.rl.backends.local.orders import OrderLog
 from isoloss.engine.rl.backends.local.transformers_backend import TransformersBackend
 from isoloss.engine.rl.backends.protocol import all_done
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
@@ -95,6 +98,31 @@ def test_a_failure_reaches_every_future(backend):
     for future in futures:
         with pytest.raises(RuntimeError, match="generation failed on rank 0"):
             future.result(0)
+
+
+def test_a_failure_forgets_rows_that_a_rank_has_kept(backend):
+    """A rank that did not fail itself would generate them once more when they are submitted again."""
+    left = backend.submit(REQUESTS[0], SAMPLING)
+    backend.serve(backend.submit(REQUESTS[1], replace(SAMPLING, max_new_tokens=4)))
+    assert backend._rows
+    backend._fail(RuntimeError("another rank failed"))
+    with pytest.raises(RuntimeError, match="another rank failed"):
+        left.result(0)
+    (once,) = backend.generate([REQUESTS[0]], SAMPLING)
+    assert len(once.tokens) == 20 and not backend._rows
+
+
+def test_a_rank_that_has_read_ahead_waits_for_an_order_that_it_has_not_read():
+    """Ranks that decode together read up to the largest number that one of them knows."""
+    written = {"order/0", "order/1"}
+    log = object.__new__(OrderLog)
+    log._rank, log._looked, log.known, log._read = 1, 0.0, 1, 2
+    log._store = SimpleNamespace(check=lambda keys: {*keys} <= written)
+    later = Timer(0.1, written.add, ["order/2"])
+    later.start()
+    log.wait()
+    later.join()
+    assert log.known == 3
 
 
 def test_a_backend_that_is_closed_fails_what_is_in_flight(backend):

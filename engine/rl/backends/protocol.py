@@ -19,7 +19,7 @@ class CompletionLost(Exception):
 
 
 def ignore(completion: Completion) -> None:
-    """An `Arrived` that nobody waits for."""
+    """Do nothing with a completion."""
 
 
 class RolloutBackend(ABC):
@@ -41,7 +41,8 @@ class RolloutBackend(ABC):
         The request joins those in flight. The tokens that it samples depend on its id and its `sampling`, not on other
         requests or on their order. Servers begin at once, a model in this process while `serve` runs.
 
-        The future raises CompletionLost where its servers were lost, and UserError where it cannot be answered.
+        The future raises CompletionLost where its servers were lost, and RuntimeError where a model failed. UserError,
+        for a request that cannot be answered, is raised here or by the future.
         `Future.cancel` withdraws a request that is not done; a server may finish it all the same.
         """
 
@@ -49,8 +50,8 @@ class RolloutBackend(ABC):
     def serve(self, goal: Future | None) -> None:
         """Produce tokens until `goal` is done. Collective over the world.
 
-        goal: on rank 0 any future; ignored on other ranks. Requests that are left then stay in flight. A failure of
-            `goal` is its owner's to raise.
+        goal: future on rank 0; ignored on other ranks. Other requests then stay in flight. A failure of `goal` is not
+            raised here.
         Raises UserError on every rank where no server can be reached any more, RuntimeError where a model failed.
         """
 
@@ -69,7 +70,7 @@ class RolloutBackend(ABC):
 
     @abstractmethod
     def pause(self) -> None:
-        """Stop producing tokens, and keep the requests. From any thread of rank 0."""
+        """Stop producing tokens until `resume`, and keep the requests; `serve` waits. From any thread of rank 0."""
 
     @abstractmethod
     def resume(self) -> None:
@@ -99,8 +100,9 @@ class RolloutBackend(ABC):
         """Submit requests and wait for all of them: their completions, in the order of the requests; outlines on ranks
         but 0. Collective over the world.
 
-        arrived: called on rank 0 with each completion that ends by itself, when it does and from any thread.
-        None where servers were lost. Raises UserError as the futures do, after the other requests were aborted.
+        arrived: function that rank 0 calls with each completion that was not aborted, when it ends and from any thread.
+        None for a lost completion. Raises UserError as the futures do, after the other requests were aborted, and as
+        `submit` does, after they were withdrawn.
         """
         futures: list[Future[Completion]] = []
 
@@ -132,7 +134,7 @@ def completion_of(future: Future[Completion]) -> Completion | None:
 
 
 def failure_of(future: Future) -> BaseException | None:
-    """Return the exception of a future that is done; CancelledError of one that was withdrawn."""
+    """Return the exception of a future that is done: CancelledError if it was withdrawn, None if it has a result."""
     return CancelledError() if future.cancelled() else future.exception()
 
 
@@ -141,7 +143,7 @@ def outlines(completions: Sequence[Completion | None]) -> list[Completion | None
 
 
 def all_done(futures: Sequence[Future]) -> Future[None]:
-    """Return a future that is done once all of these are, whatever became of them."""
+    """Return a future that is done once all of these are, failed or not; at once for none."""
     goal: Future[None] = Future()
     done = count(1)
 

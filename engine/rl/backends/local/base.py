@@ -22,9 +22,9 @@ from isoloss.parallel.rank0 import RankZero
 
 
 class LocalBackend(RolloutBackend):
-    """Most of a `RolloutBackend`; `decoder` and `update_weights` are left.
+    """A `RolloutBackend` without `decoder` and `update_weights`.
 
-    concurrency: rows that decode together in one model.
+    concurrency: largest number of rows that decode together in one model.
     The constructor is collective over the world.
     """
 
@@ -46,27 +46,31 @@ class LocalBackend(RolloutBackend):
         raise NotImplementedError
 
     def share(self) -> tuple[int, int]:
-        """Return the index of the model that this rank has, or a part of, and the number of models."""
+        """Return the index of this rank's model and the number of models: by default a model for each rank."""
         return dist.get_rank(), dist.get_world_size()
 
     def answers(self) -> bool:
-        """Return whether this rank sends the completions of its model to rank 0."""
+        """Return True on the one rank of each model that sends its completions to rank 0."""
         return True
 
     def agree(self, known: int, busy: bool) -> tuple[int, bool]:
-        """Return the largest `known` of the ranks that decode together, and whether one of them is busy."""
+        """Return the largest `known` of the ranks that decode together, and whether any is busy. Collective over
+        them."""
         return known, busy
+
+    def _check_weights(self, call: str) -> None:
+        if self._version is None:
+            raise ValueError(f"the model in this process has no weights yet: call update_weights before {call}")
 
     # ---- requests and orders, from any thread of rank 0 -------------------------------------------------------------
 
     def submit(self, request: Request, sampling: Sampling) -> Future[Completion]:
-        """Implement `RolloutBackend.submit`. No request is ever lost.
+        """Implement `RolloutBackend.submit`. The future raises RuntimeError after a failure or `close`.
 
         Raises UserError for a prompt that is empty or too long, ValueError before the first `update_weights` and for an
         id that is in flight.
         """
-        if self._version is None:
-            raise ValueError("the model in this process has no weights yet: call update_weights before generate")
+        self._check_weights("generate")
         check_request(request, sampling, self.arch.max_positions)
         future: Future[Completion] = Future()
         with self._changed:
@@ -79,16 +83,16 @@ class LocalBackend(RolloutBackend):
         return future
 
     def pause(self) -> None:
-        """Implement `RolloutBackend.pause`; other ranks follow after 0.05 seconds. Only rank 0 does anything here."""
+        """Implement `RolloutBackend.pause`: `serve` obeys within 0.05 s and a token. Does nothing on ranks but 0."""
         self._order(Order("pause"))
 
     def resume(self) -> None:
-        """Implement `RolloutBackend.resume`. Only rank 0 does anything here."""
+        """Implement `RolloutBackend.resume`. Does nothing on ranks but 0."""
         self._order(Order("resume"))
 
     def abort(self) -> None:
-        """Implement `RolloutBackend.abort`, also while paused; other ranks follow after 0.05 seconds. Only rank 0 does
-        anything here."""
+        """Implement `RolloutBackend.abort`, also while paused: `serve` obeys within 0.05 s and a token. Does nothing on
+        ranks but 0."""
         self._order(Order("abort"))
 
     def _withdraw(self, id: str) -> None:
@@ -106,14 +110,14 @@ class LocalBackend(RolloutBackend):
     # ---- generation, on every rank ----------------------------------------------------------------------------------
 
     def serve(self, goal: Future | None) -> None:
-        """Implement `RolloutBackend.serve`. One all-gather over the world, at the end.
+        """Implement `RolloutBackend.serve`: `agree` before each token, and an all-gather over the world at the end.
 
         Each model takes a block of the requests that come together, so that completions of one prompt mostly read it
         together. The completion of a request depends on neither the ranks nor the other requests, beyond rounding.
-        Raises RuntimeError on every rank where generation failed on one.
+        Raises RuntimeError on every rank where generation failed on one; ranks that decode together with the failed one
+        may wait in their collectives until the time limit of the group.
         """
-        if self._version is None:
-            raise ValueError("the model in this process has no weights yet: call update_weights before serve")
+        self._check_weights("serve")
         if goal is not None:
             goal.add_done_callback(lambda _: self._wake())
         failure, self._ending = "", False
@@ -141,7 +145,7 @@ class LocalBackend(RolloutBackend):
         self._rows = rows.take_rows()
 
     def _follow(self, rows: RowScheduler, goal: Future | None) -> bool:
-        """Carry out orders until there is a token to make: True; or until this `serve` ends: False."""
+        """Carry out orders. Return True when there is a token to make, False when this `serve` ends."""
         while True:
             if self.rank0.here:
                 self._write_orders(goal, LOOK_SECONDS)
@@ -160,7 +164,7 @@ class LocalBackend(RolloutBackend):
                 self._log.wait()
 
     def _carry_out(self, order: Order, rows: RowScheduler) -> bool:
-        """Returns whether the order ends this `serve`."""
+        """Carry out an order. Return whether it ends this `serve`."""
         if order.what == "submit":
             rows.add(order.rows[self.share()[0]])
         elif order.what == "drop":
@@ -188,7 +192,8 @@ class LocalBackend(RolloutBackend):
                 self._write_orders(goal, 0.0)
 
     def _write_orders(self, goal: Future | None, every: float) -> None:
-        """Write what threads of rank 0 have asked for, in their order, and the end of this `serve` when it is due.
+        """Write what threads of rank 0 have asked for, in their order, deliver what other ranks have completed, and
+        write the end of this `serve` when it is due.
 
         every: seconds between two looks for completions of other ranks.
         """
@@ -215,7 +220,8 @@ class LocalBackend(RolloutBackend):
         self._log.write(Order("end"))
 
     def _divided(self, rows: list[ActiveSequence]) -> tuple[tuple[ActiveSequence, ...], ...]:
-        """A block of neighbours for each model; of blocks that differ in size the smaller for models with more rows."""
+        """Return a block of neighbours for each model. Sizes differ by at most one; the model with fewest rows in
+        flight gets the last block, which is among the largest."""
         count, load = self.share()[1], Counter(self._model_of.values())
         blocks: list[tuple[ActiveSequence, ...]] = [()] * count
         for index, model in enumerate(sorted(range(count), key=lambda model: -load[model])):
@@ -231,7 +237,8 @@ class LocalBackend(RolloutBackend):
             future.set_result(completion)
 
     def _fail(self, error: Exception) -> None:
-        """Fail what is in flight."""
+        """Fail what is in flight: futures on rank 0, and the rows that this rank has kept."""
+        self._rows = []
         with self._changed:
             futures, self._futures = self._futures, {}
             self._inbox = []
@@ -252,14 +259,14 @@ class LocalBackend(RolloutBackend):
         return versions[0] if len(set(versions)) == 1 else None
 
     def check_health(self) -> None:
-        """A model in this process is there for as long as the process."""
+        """Implement `RolloutBackend.check_health`: a model in this process lives as long as the process."""
 
     def take_counts(self) -> dict[str, int]:
         """Implement `RolloutBackend.take_counts`: no counts, for there is no server."""
         return {}
 
     def close(self) -> None:
-        """Implement `RolloutBackend.close`; a closed backend serves no weights."""
+        """Implement `RolloutBackend.close`; `submit` and `serve` then raise ValueError."""
         self._version = None
         if not self._closed:
             self._closed = True
@@ -268,7 +275,7 @@ class LocalBackend(RolloutBackend):
 
 
 def check_request(request: Request, sampling: Sampling, max_positions: int) -> None:
-    """Raises UserError for a prompt that is empty or too long."""
+    """Raise UserError for a prompt that is empty, or too long with its new tokens."""
     length = len(request.prompt_tokens)
     if length == 0:
         raise UserError(f"{request.id}: the prompt has no tokens; delete the row or give it a prompt")

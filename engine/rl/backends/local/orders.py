@@ -21,9 +21,10 @@ IDLE_SECONDS = 0.002  # the same for a rank that has nothing to generate
 
 @dataclass(frozen=True)
 class Order:
-    """what: "submit" brings `rows`, "drop" forgets the requests `ids`, "end" leaves all other requests in flight.
+    """An order to every rank; "end" ends `serve` and keeps requests in flight.
 
-    rows: the new rows of each model.
+    rows: new rows, by the index of the model.
+    ids: requests to forget.
     """
 
     what: Literal["submit", "drop", "pause", "resume", "abort", "end"]
@@ -34,9 +35,9 @@ class Order:
 class OrderLog:
     """Orders in one sequence: rank 0 writes each under its number, and every rank reads them by number.
 
-    So all ranks carry out a request, a pause or an end in the same order, from whatever thread of rank 0 it came. Ranks
-    that decode together agree on a number, read up to it and take the next token: none is left alone in a collective.
-    Collective over the world: one broadcast.
+    All ranks carry out orders in this sequence. Ranks that decode together agree on a number and read up to it before
+    each token, so that they enter the same collectives. The constructor is collective over the world: one broadcast.
+    The methods are not.
 
     known: number of orders that this rank knows to be written.
     """
@@ -51,12 +52,12 @@ class OrderLog:
         self._looked = 0.0
 
     def write(self, order: Order) -> None:
-        """On rank 0."""
+        """Append an order, on rank 0."""
         self._set(f"order/{self.known}", order)
         self.known += 1
 
     def look(self) -> int:
-        """Return `known`, brought up to date every LOOK_SECONDS."""
+        """Return `known`, after an update if LOOK_SECONDS have passed."""
         if self._rank > 0 and time.monotonic() - self._looked > LOOK_SECONDS:
             self._looked = time.monotonic()
             while self._store.check([f"order/{self.known}"]):
@@ -64,21 +65,21 @@ class OrderLog:
         return self.known
 
     def wait(self) -> None:
-        """Wait for an order that this rank has not read, on a rank but 0."""
+        """Wait without a limit for an order to read, on a rank other than 0."""
         with watchdog.patient():
-            while self._read == self.known:
+            while self._read >= self.known:  # `read` goes up to another rank's number, which may be larger
                 self._looked = 0.0
                 self.look()
                 time.sleep(IDLE_SECONDS)
 
     def read(self, number: int) -> Iterator[Order]:
-        """Yield the orders before this number that this rank has not read; all of them are written."""
+        """Yield unread orders before this number, each once. All of them must have been written."""
         while self._read < number:
             self._read += 1
             yield pickle.loads(self._store.get(f"order/{self._read - 1}"))
 
     def skip(self, number: int) -> None:
-        """Leave out orders before this number: this rank failed. Rank 0 deletes them: every rank has read them."""
+        """Mark orders before this number as read. Rank 0 deletes them too: call it once no rank needs them."""
         self._read = self.known = number
         if self._rank == 0:
             for old in range(self._deleted, number):
@@ -86,14 +87,14 @@ class OrderLog:
             self._deleted = number
 
     def send(self, result: object) -> None:
-        """Send to rank 0."""
+        """Store a completion, or the text of a failure, for `results`."""
         self._set(f"result/{self._store.add('results', 1) - 1}", result)
 
     def _set(self, key: str, value: object) -> None:
         self._store.set(key, pickle.dumps(value))  # pyright: ignore[reportArgumentType]  (torch's stub names str alone)
 
     def results(self, every: float) -> Iterator[Any]:
-        """Yield what ranks have sent, on rank 0; looked up at most once in `every` seconds."""
+        """Yield on rank 0 what ranks have sent; nothing within `every` seconds of the last look."""
         if time.monotonic() - self._looked < every:
             return
         self._looked = time.monotonic()
