@@ -17,8 +17,8 @@ from isoloss.models.mcore.kernels import ALL
 from isoloss.parallel import Layout
 
 WIDTH, VOCABULARY = 64, 8192
-SIZES = {"hidden_size": WIDTH, "intermediate_size": 192, "num_hidden_layers": 1, "vocab_size": VOCABULARY, "head_dim": 16,
-         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+SIZES = {"hidden_size": WIDTH, "intermediate_size": 192, "num_hidden_layers": 1, "vocab_size": VOCABULARY,
+         "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +33,14 @@ def test_what_a_layer_keeps_is_known_by_hand(setting):
     """In bf16: queries, keys and values projected, queries copied for their norm, both rotated, values, the output,
     its log-sum-exp in fp32; two sums of the residual stream, two norms' outputs; gate, up and their product. The norms
     keep a number in fp32 for each row or head."""
-    tokens = 1024
-    (counts,) = layers_of(setting, (tokens,))
-    attention, mlp = counts.layers[0]
+    few, many = layers_of(setting, (1024, 2048))
+    attention, mlp = (after.kept - before.kept for before, after in zip(few.layers[0], many.layers[0], strict=True))
     heads = 4 * 16 + 2 * 16  # channels of queries and keys
     projected = heads + 2 * 16
     kept = 2 * (projected + 4 * 16 + heads + 4 * 16) + 4 * 4 + 4 * (4 + 2)
-    assert attention.kept == tokens * (kept + 2 * 3 * WIDTH + 2 * 4)
-    assert mlp.kept == tokens * 2 * (3 * 192 + WIDTH)
-    assert counts.embedding.kept >= tokens * 2 * WIDTH
+    assert attention == 1024 * (kept + 2 * 3 * WIDTH + 2 * 4)
+    assert mlp == 1024 * 2 * (3 * 192 + WIDTH)
+    assert many.embedding.kept - few.embedding.kept >= 1024 * 2 * WIDTH
 
 
 def test_every_level_is_affine_in_the_tokens(setting):
@@ -49,7 +48,7 @@ def test_every_level_is_affine_in_the_tokens(setting):
     few, middle, many = layers_of(setting, (1024, 4096, 8192))
     for a, b, c in zip(*(counts.layers[0] for counts in (few, middle, many)), strict=True):
         assert np.abs(a.levels + (c.levels - a.levels) * 3 / 7 - b.levels).max() <= 20 * 512
-        assert len(a.levels) > 20 and a.levels.max() > a.kept
+        assert len(a.levels) > 10 and a.levels.max() > a.kept
 
 
 def test_a_tied_embedding_waits_for_the_gradient_of_the_head(setting):
