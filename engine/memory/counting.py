@@ -1,16 +1,10 @@
 """Count what one layer of each kind, the embedding and the loss head keep and add in a training step: the real modules,
 on tensors that have shapes and no values, as one rank of a world that is not there.
 
-That needs a process of its own, which sees no GPU: `profile` starts one, and keeps it for the next question, unless
-this process already is such a rank.
+That changes torch, so `layers_of` and `head_of` ask another process, unless this one already simulates a rank.
 """
 
-import atexit
 import contextlib
-import os
-import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isoloss.engine.memory import nowhere
+from isoloss.engine.memory import counting_process, nowhere
 from isoloss.engine.memory.live_bytes import LiveBytes, aten, tensors_in
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.activation_memory import ActivationMemory
@@ -283,59 +277,13 @@ def _routed(model: Model, setting: Setting, ids: Tensor) -> tuple[RoutedTokens |
     return routed, Bound(setting.dispatch_bound, len(own), lost)
 
 
-# ---- the process that counts -----------------------------------------------------------------------------------------
-
-
 @cache
 def layers_of(setting: Setting, tokens: Sequence[int]) -> list[Layers]:
-    """Do as `count_layers`, in a process that may do it."""
-    return _asked(count_layers, setting, tokens)
+    """Count as `count_layers`, in the process of `counting_process`."""
+    return count_layers(setting, tokens) if nowhere.joined() else counting_process.ask(count_layers, setting, tokens)
 
 
 @cache
 def head_of(setting: Setting, tokens: int) -> Counted:
-    """Do as `count_head`, in a process that may do it."""
-    return _asked(count_head, setting, tokens)
-
-
-def _asked(count: Callable[..., Any], *arguments: Any) -> Any:
-    if nowhere.joined():
-        return count(*arguments)
-    process = _process()
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        pickle.dump((count.__name__, arguments), process.stdin)
-        process.stdin.flush()
-        answer = pickle.load(process.stdout)
-    except (EOFError, BrokenPipeError) as error:
-        raise RuntimeError("the process that counts memory has ended; memory.check=false starts without it") from error
-    if isinstance(answer, str):
-        raise RuntimeError(f"memory could not be counted ({answer}); memory.check=false starts without it")
-    return answer
-
-
-@cache
-def _process() -> subprocess.Popen:
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    # Not -m: classes of a module that runs as __main__ could not be read back here.
-    command = [sys.executable, "-W", "ignore", "-c", f"from {__name__} import main; main()"]
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    atexit.register(process.kill)
-    return process
-
-
-def main() -> None:
-    """Answer questions until the one who asks has gone."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # Megatron prints
-    while True:
-        try:
-            name, arguments = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
-        try:
-            answer: Any = globals()[name](*arguments)
-        except Exception as error:  # for the one who asks
-            answer = f"{type(error).__name__}: {error}"
-        pickle.dump(answer, answers)
-        answers.flush()
+    """Count as `count_head`, in the process of `counting_process`."""
+    return count_head(setting, tokens) if nowhere.joined() else counting_process.ask(count_head, setting, tokens)

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from isoloss.engine.memory import counting_process
 from isoloss.parallel import UserError
 from isoloss.recipes.command_line import refuse_repeated
 from isoloss.recipes.launch import RECIPES, compose_config, print_error_once
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"--write {arguments.write} writes what --search found: add --search")
         _check_files(arguments)
         config, _, preset = compose_config(arguments.recipe, RECIPES[arguments.recipe].config, arguments.overrides)
+        if arguments.search:
+            counting_process.start()
         from isoloss.tools.plan import plans  # its import takes seconds: help and a mistake do not wait for it
 
         print(f"{arguments.recipe} preset={preset} on {arguments.gpus} x {GPUS[arguments.gpu].name}")
