@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-
 COUNTING = "isoloss.engine.memory.counting"
 
 
