@@ -1,0 +1,38 @@
+"""An extension of griffe, which reads docstrings for the pages of the API: fields become lists.
+
+Docstrings of isoloss describe a field or an argument as `name: noun phrase`, a line each, where Markdown would join the
+lines to a paragraph.
+"""
+
+import re
+from typing import Any
+
+import griffe
+
+FIELD = re.compile(r"([a-z_]\w*(?:, [a-z_]\w*)*): (?=\S)")
+
+
+class Fields(griffe.Extension):
+    """Rewrites the docstring of every object."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        del kwargs
+        if obj.docstring is not None:
+            obj.docstring.value = with_lists(obj.docstring.value)
+
+
+def with_lists(docstring: str) -> str:
+    """Return the docstring with its fields as a Markdown list; an indented line goes on with the field before it."""
+    lines: list[str] = []
+    listed = False
+    for line in docstring.split("\n"):
+        field = FIELD.match(line)
+        if field:
+            lines += [] if listed else [""]
+            names = ", ".join(f"`{name}`" for name in field[1].split(", "))
+            line = f"- {names}: {line[field.end() :]}"
+        elif listed and not line.startswith(" "):
+            lines.append("")
+        listed = field is not None or (listed and line.startswith(" "))
+        lines.append(line)
+    return "\n".join(lines)
