@@ -1,7 +1,7 @@
-"""An extension of griffe, which reads docstrings for the pages of the API: fields become lists.
+"""An extension of griffe, which reads docstrings for the page of the API: fields become lists.
 
 Docstrings of isoloss describe a field or an argument as `name: noun phrase`, a line each, where Markdown would join the
-lines to a paragraph.
+lines to a paragraph. Fields of configurations are keys, which docs/configuration.md explains.
 """
 
 import re
@@ -19,13 +19,17 @@ class Fields(griffe.Extension):
         del kwargs
         if obj.docstring is not None:
             obj.docstring.value = with_lists(obj.docstring.value)
+        if isinstance(obj, griffe.Class) and obj.name.endswith("Config"):
+            obj.members.clear()
+            obj.bases = []
+            obj.labels.discard("dataclass")
 
 
 def with_lists(docstring: str) -> str:
     """Return the docstring with its fields as a Markdown list; an indented line goes on with the field before it."""
     lines: list[str] = []
     listed = False
-    for line in docstring.split("\n"):
+    for line in docstring.replace("][", "]\\[").split("\n"):  # a[b][c] is no link
         field = FIELD.match(line)
         if field:
             lines += [] if listed else [""]
