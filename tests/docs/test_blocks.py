@@ -36,6 +36,7 @@ BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[a-z ]+): (?P<value>.+?) -->\n)?^```(?P<language>.*)\n(?P<text>(?:.*\n)*?)^```$", re.M
 )
 MAKE = re.compile(r"^make ([a-z-]+)", re.M)
+WIDEST_LINE = 80  # characters in a block
 END = 2  # the token that ends an answer
 
 
@@ -92,6 +93,12 @@ def test_every_block_is_found_and_has_a_language():
         assert not re.search(r"^\n {4}\S", outside, re.M), f"{page.name}: an indented block; give it fences"
     assert {block.where: block.language for block in ALL if block.language not in LANGUAGES} == {}
     assert {block.where: block.mark for block in ALL if block.mark and block.mark not in MARKS} == {}
+
+
+def test_a_line_of_a_block_fits_the_column_of_the_site():
+    """But for a line that is one word."""
+    wide = [f"{block.where}: {line}" for block in ALL for line in block.text.splitlines() if len(line) > WIDEST_LINE]
+    assert [line for line in wide if len(line.removesuffix(" \\").split()) > 2] == []
 
 
 def test_at_most_ten_blocks_are_not_run():
