@@ -4,6 +4,7 @@ Docstrings of isoloss describe a field or an argument as `name: noun phrase`, a 
 lines to a paragraph. Fields of configurations are keys, which docs/configuration.md explains.
 """
 
+import ast
 import re
 from typing import Any
 
@@ -23,6 +24,16 @@ class Fields(griffe.Extension):
             obj.members.clear()
             obj.bases = []
             obj.labels.discard("dataclass")
+        for parameter in obj.parameters if isinstance(obj, griffe.Function) else ():
+            parameter.default = default_of(parameter.default)
+
+
+def default_of(value: Any) -> Any:
+    """Return the default of a parameter; where it is key(1, "its help", ...), the number alone."""
+    if not str(value).startswith("key("):
+        return value
+    call = ast.parse(str(value), mode="eval").body
+    return ast.unparse(call.args[0]) if isinstance(call, ast.Call) and call.args else None
 
 
 def with_lists(docstring: str) -> str:

@@ -82,10 +82,20 @@ Collectives: none.
 """
 
 
-def test_fields_become_a_list(monkeypatch):
-    griffe = SimpleNamespace(Extension=object, Object=object, Class=type)
+@pytest.fixture
+def api_fields(monkeypatch) -> ModuleType:
+    griffe = SimpleNamespace(Extension=object, Object=object)
     monkeypatch.setitem(sys.modules, "griffe", griffe)  # belongs to the environment of the documentation
-    assert hook("api_fields").with_lists(FIELDS).splitlines() == [
+    return hook("api_fields")
+
+
+def test_a_default_is_that_of_the_key(api_fields):
+    assert api_fields.default_of('key(1, "Tensor parallelism, (tp).", at_least=1)') == "1"
+    assert api_fields.default_of("math.inf") == "math.inf" and api_fields.default_of(None) is None
+
+
+def test_fields_become_a_list(api_fields):
+    assert api_fields.with_lists(FIELDS).splitlines() == [
         "Return a thing.",
         "",
         "",
@@ -109,3 +119,10 @@ def test_the_page_of_the_api_shows_both_packages():
         nodes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
         documented = {node.name for node in nodes if ast.get_docstring(node)}
         assert names and set(names) <= documented
+
+
+def test_pictures_are_small_and_shown():
+    pictures = sorted(DOCS.rglob("*.png"))
+    assert sum(picture.stat().st_size for picture in pictures) < 1 << 20
+    text = "".join(page.read_text() for page in DOCS.glob("*.md"))
+    assert [picture.name for picture in pictures if f"]({picture.relative_to(DOCS)})" not in text] == []
