@@ -137,7 +137,7 @@ def report(
         ],
     }
     (folder / "proof.json").write_text(json.dumps(certificate, indent=2) + "\n")
-    title = f"{rows[0].case.name} of {Path(config.model.path).resolve().name}, {len(samples)} samples, {precision}: "
+    title = f"{rows[0].case.name} of {Path(config.model.path).resolve().name}, {len(samples)} samples, {precision}:\n"
     verdict_of_all = f"{agree} of {len(rows)} runs agree" if bug is NO_BUG else bug_summary(rows, bug)
     draw(rows, tolerance, title + verdict_of_all, folder / "proof.png")
     if bug is NO_BUG:
