@@ -56,7 +56,9 @@ def plan(config: Config, arguments: argparse.Namespace) -> int:
         text = json.dumps(plan | {"stages": [asdict(report) for report in stages]}, indent=1)
         arguments.json.write_text(text + "\n")
     if arguments.picture is not None:
-        draw(stages, layout, room(config, gpu.memory), arguments.picture)
+        model = Path(config.model.path).resolve().name
+        subject = f"{arguments.recipe} of {model} on {arguments.gpus} x {gpu.name}"
+        draw(stages, layout, room(config, gpu.memory), subject, arguments.picture)
     print(f"layout {layout}\n{stage_table(stages, config, gpu)}\n{phase_table(stages, gpu)}\n{exchange_table(stages)}")
     if data is not None:
         print(data_table(data, config, layout))
