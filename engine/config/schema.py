@@ -69,6 +69,14 @@ class DataConfig(Keys, group="data"):
         "2 on a terminal, none elsewhere.",
         at_least=0,
     )
+    columns: Mapping[str, Any] = key(
+        {},
+        "The columns to read, by isoloss's names of them, such as {question: problem, answer: reward_model.answer}. "
+        "Then no other column makes the form of a row (docs/data.md).",
+    )
+    system: str | None = key(
+        None, "A system message for the rows without one. Rows that have one keep it, and the banner counts them."
+    )
     template_kwargs: Mapping[str, Any] = key(
         {}, "Variables for the chat template, such as {enable_thinking: false}. A row's own tools reach it as `tools`."
     )

@@ -14,9 +14,10 @@ from isoloss.engine.config.schema import DataConfig
 from isoloss.engine.data.bad_rows import Rejects, check
 from isoloss.engine.data.chat import load_tokenizer, tokenize_row
 from isoloss.engine.data.chat_template import check_template_kwargs
-from isoloss.engine.data.columns import form_of, unused
+from isoloss.engine.data.columns import check_mapping, form_of, read_row, unused
+from isoloss.engine.data.files.sources import files_of
 from isoloss.engine.data.remarks import remarks
-from isoloss.engine.data.rows import check_paths, count_rows, unread_rows
+from isoloss.engine.data.rows import count_rows, unread_rows
 from isoloss.engine.data.token_cache import cache_key, exclusively, load_cached, write_cache
 from isoloss.engine.data.token_dataset import DataStats, TokenDataset, fingerprint
 from isoloss.engine.data.turn_ends import turn_ends
@@ -36,9 +37,9 @@ def load_dataset(
 
     Raises UserError for any mistake in files, rows, tokenizer or options. Enters no collective.
     """
-    paths: tuple[str, ...] = getattr(data, split)
-    check_paths(paths, f"data.{split}")
+    paths = files_of(getattr(data, split), f"data.{split}")
     options = {"max_length": data.max_length, "overlong": data.overlong, "vocab_size": vocab_size}
+    options |= {"columns": dict(data.columns), "system": data.system}
     name = cache_key(paths, tokenizer_dir, **options, template_kwargs=dict(data.template_variables))
     folder = cache_dir / name
     dataset = load_cached(folder, paths)
@@ -58,14 +59,15 @@ def load_dataset(
 def check_files(data: DataConfig) -> None:
     """Raise UserError unless data.train names readable files, and data.eval none or readable ones."""
     if not data.train:
-        raise UserError("data.train=[] must name at least one JSONL or Parquet file")
-    check_paths(data.train, "data.train")
-    check_paths(data.eval or data.train, "data.eval")
+        raise UserError("data.train=[] must name at least one file of rows, such as train.jsonl")
+    check_mapping(data)
+    files_of(data.train, "data.train")
+    files_of(data.eval or data.train, "data.eval")
 
 
 def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: str, vocab_size: int) -> TokenDataset:
     """Read and tokenize a split; return the data set in memory. Raises UserError."""
-    paths: tuple[str, ...] = getattr(data, split)
+    paths = files_of(getattr(data, split), f"data.{split}")
     max_length = data.max_length
     tokenizer = load_tokenizer(tokenizer_dir, vocab_size)
     check_template_kwargs(data.template_kwargs, tokenizer)
@@ -78,9 +80,9 @@ def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: s
     for row in unread_rows(paths, f"data.{split}"):
         progress.advance()
         with rejects.instead_of_error(row):
-            read = row.read()
+            read = read_row(row, data)
             tokens_T, mask_T = tokenize_row(read, tokenizer, data.template_variables)
-            ignored |= dict.fromkeys(unused(read.values))
+            ignored |= dict.fromkeys([*unused(read.values), *read.aside])
             form = form_of(read.values, read.place)
             row_remarks = remarks(read, form, tokens_T, tokenizer)
             if len(tokens_T) > max_length:
@@ -89,7 +91,7 @@ def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: s
                     continue
                 tokens_T, mask_T = cut(tokens_T, mask_T, data, row.place)
                 truncated += 1
-            forms[" + ".join(form)] += 1
+            forms[read.form] += 1
             counts.update(row_remarks)
             tokens.append(np.array(tokens_T, np.int32))
             mask.append(np.array(mask_T, np.bool_))

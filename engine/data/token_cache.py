@@ -18,10 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from isoloss.engine.data.bad_rows import Reject
+from isoloss.engine.data.files.kinds import kind_of
 from isoloss.engine.data.token_dataset import ARRAYS, DataStats, TokenDataset
 from isoloss.parallel.runtime.errors import UserError
 
-FORMAT = 6  # version of the folder's files and of the tokenization; folders of other versions are not read
+FORMAT = 7  # version of the folder's files and of the tokenization; folders of other versions are not read
 
 
 def cache_key(paths: Sequence[str], tokenizer_dir: str, **options) -> str:
@@ -30,8 +31,8 @@ def cache_key(paths: Sequence[str], tokenizer_dir: str, **options) -> str:
     parts = {
         "format": FORMAT,
         "versions": [version("transformers"), version("tokenizers")],
-        # The suffix decides how a file is parsed. The order of the files is that of the rows.
-        "data": [[Path(path).suffix.lower(), file_hash(Path(path))] for path in paths],
+        # The name decides how a file is parsed. The order of the files is that of the rows.
+        "data": [[kind.name if (kind := kind_of(path)) else "", file_hash(Path(path))] for path in paths],
         "tokenizer": {str(path.relative_to(tokenizer_dir)): file_hash(path) for path in tokenizer_files},
         "options": options,
     }

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from isoloss.engine.data.remarks import repeat_lines
+from isoloss.engine.data.columns import mapping_lines
+from isoloss.engine.data.remarks import OWN_SYSTEM, remark_lines, repeat_lines
 from isoloss.engine.data.show_rows import rows_to_show, shown_prompt
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.experience import RolloutBatch
@@ -162,6 +163,9 @@ def banner(config: RLConfig, data: RLData, run: Run) -> list[str]:
     )
     lines = [prompts, *data.rejects(config.data).lines(run.output_dir)]
     if is_main():
+        for key, rows in (("data.train", data.train), ("data.eval", data.eval)):
+            lines += mapping_lines(key, rows.forms, config.data, prompts=True) if rows else []
+            lines += remark_lines(key, {}, {OWN_SYSTEM: rows.keep_system}) if rows else []
         held_out_digests = data.eval.digests() if data.eval else ()
         lines += repeat_lines(data.train.digests(), held_out_digests, config.batch.global_size, "prompt", "batch")
     lines.append(work)

@@ -45,8 +45,8 @@ class RLData(Data[PromptSet]):
         """Return fingerprints of the prompts, the tokens that end completions and the vocabulary of rewards' texts."""
         vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()
         prompts = (
-            "a file of data.train or its name, data.max_length, data.overlong, data.duplicates, data.template_kwargs, "
-            "data.date, the tokenizer or its chat template"
+            "a file of data.train or its name, data.columns, data.system, data.max_length, data.overlong, "
+            "data.duplicates, data.template_kwargs, data.date, the tokenizer or its chat template"
         )
         stops = "eos_token_id of generation_config.json, or eos_token of the tokenizer,"
         return [

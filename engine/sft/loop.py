@@ -10,6 +10,7 @@ from isoloss.engine.batching.sample import grouped_by_prompt
 from isoloss.engine.config.schema import Config
 from isoloss.engine.data import remarks
 from isoloss.engine.data.chat import load_tokenizer
+from isoloss.engine.data.columns import mapping_lines
 from isoloss.engine.data.dataset import (
     check_files,
     load_dataset,
@@ -44,8 +45,8 @@ class RunData(Data[TokenDataset]):
 
     def fingerprints(self) -> list[Fingerprint]:
         decided_by = (
-            "a file of data.train, data.max_length, data.overlong, data.template_kwargs, data.date, the tokenizer or "
-            "its chat template"
+            "a file of data.train, data.columns, data.system, data.max_length, data.overlong, data.template_kwargs, "
+            "data.date, the tokenizer or its chat template"
         )
         return [Fingerprint("the content of data.train", self.train.fingerprint, decided_by)]
 
@@ -125,6 +126,7 @@ def odd_rows(config: Config, data: RunData) -> list[str]:
     held_out = data.eval.digests() if data.eval else ()
     lines = remarks.repeat_lines(data.train.digests(), held_out, config.batch.global_size, "row", "step")
     for key, rows in (("data.train", data.train), ("data.eval", data.eval)):
+        lines += mapping_lines(key, rows.stats.forms, config.data) if rows else []
         lines += remarks.remark_lines(key, rows.stats.forms, rows.stats.remarks) if rows else []
     return lines
 

@@ -14,7 +14,7 @@ from isoloss.engine.data import dataset as data_module
 from isoloss.engine.data.bad_rows import Reject, RejectsOfRun
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.dataset import load_dataset
-from isoloss.engine.data.rows import MAX_DEPTH
+from isoloss.engine.data.files.values import MAX_DEPTH
 from isoloss.engine.rl.prompts import load_prompts
 from isoloss.parallel.runtime.errors import UserError
 
