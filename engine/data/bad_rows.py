@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isoloss.engine.config.schema import DataConfig
-from isoloss.engine.data.files.sources import files_of
+from isoloss.engine.data.files.sources import named_files
 from isoloss.engine.data.rows import UnreadRow, place_of
 from isoloss.engine.instruments.files import replace_text
 from isoloss.parallel.runtime.errors import UserError
@@ -85,7 +85,7 @@ class RejectsOfRun:
     @classmethod
     def of(cls, data: DataConfig, train: Sequence[Reject], eval: Sequence[Reject]) -> "RejectsOfRun":
         splits = (("data.train", data.train, train), ("data.eval", data.eval, eval))
-        return cls(tuple((key, files_of(names, key) if rejects else (), rejects) for key, names, rejects in splits))
+        return cls(tuple((key, named_files(names, key), rejects) for key, names, rejects in splits))
 
     def lines(self, folder: Path) -> list[str]:
         """Return a line for the user if any row was left out, else no line. folder: the run's folder."""

@@ -145,7 +145,10 @@ def to_prompt(row: Row, template: Template, id: str, source: str) -> Prompt:
     key = next((key for key in PROMPT_KEYS if key in values), None)
     if key is None:
         keys = listed(sorted(values)) or "none"
-        raise UserError(f"{place}: no prompt (keys: {keys}): a row has `prompt` (text or messages) or `messages`")
+        raise UserError(
+            f"{place}: no prompt (keys: {keys}): a row has `prompt` (text or messages) or `messages`, or a form of "
+            "docs/data.md"
+        )
     value = values[key]
     if isinstance(value, str) and key == "prompt":
         tokens, prompt = encode_text(value, template), value

@@ -64,7 +64,7 @@ UNREADABLE = (
 # For supervised fine-tuning.
 SFT = (
     ("empty object", {}, "unknown kind of row (keys: none)"),
-    ("columns of another kind", {"question": "a", "answer": "b"}, "unknown kind of row (keys: answer, question)"),
+    ("columns of another kind", {"sum": "a", "total": "b"}, "unknown kind of row (keys: sum, total)"),
     ("null alone", {"text": None}, "unknown kind of row (keys: none)"),
     ("long names of columns", {LONG_KEY: 1}, "unknown kind of row (keys: k k k"),
     ("a prompt without completion", {"prompt": "a"}, "unknown kind of row (keys: prompt)"),

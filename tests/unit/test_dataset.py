@@ -132,8 +132,7 @@ def test_bad_files(load, write, tmp_path):
     bad = {
         tmp_path / "trian.jsonl": r"data.train: no such file: .*trian.jsonl; did you mean .*train.jsonl",
         tmp_path / "no" / "x.jsonl": "data.train: no such file: .*there is no folder",
-        tmp_path: "data.train: .* is a folder",
-        write("a,b", name="rows.csv"): r"data.train: .*rows.csv is of kind '.csv'.*\.jsonl.*\.parquet",
+        write("a b", name="rows.txt"): r"data.train: .*rows.txt is of kind '.txt'.*\.jsonl.*\.parquet",
         write("not parquet", name="rows.parquet"): "data.train: .*rows.parquet cannot be read as Parquet",
         write("", name="empty.jsonl"): "data.train: no rows in .*empty.jsonl",
     }

@@ -69,8 +69,10 @@ def array_elements(file: BinaryIO) -> Iterator[bytes]:
 
 def check_gap(gap: bytes, expected: bytes) -> None:
     """Raise ValueError unless `expected` and white space stand between two objects."""
-    if gap.removeprefix(MARK).strip() != expected:
-        raise ValueError(f"{shown(gap.strip().decode(errors='replace'))} stands before, between or after its objects")
+    found = gap.removeprefix(MARK).strip()
+    if found != expected:
+        what = "a comma" if expected else "nothing"
+        raise ValueError(f"{what} is expected between its objects, not {shown(found.decode(errors='replace'))}")
 
 
 def json_values(line: bytes, place: str) -> dict[str, Any]:
