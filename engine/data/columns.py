@@ -65,13 +65,14 @@ def recognised(
     given = {name: value for name, value in {**values, **named}.items() if value is not None}
     seen = {name: given[name] for name in named if name in given} if named else given
     refuse_preferences(seen, place, prompts)
-    aside = [name for form in OWN for name in form if named and name in given and name not in named]
     form = other_form(seen, place, prompts)
-    sources = {theirs.partition(".")[0] for theirs in data.columns.values()} - named.keys()
-    read = set() if prompts else sources
+    sources = {theirs if theirs in values else theirs.partition(".")[0] for theirs in data.columns.values()}
+    read = set() if prompts else sources - named.keys()
+    formed = {"prompt"} if prompts else {*COLUMNS, *(name for own in OWN for name in own)}
+    aside = [name for name in given if named and name in formed - read and name not in named]
     if form is not None and not prompts:
         read |= {*form.columns, *form.more}
-    values = {name: value for name, value in given.items() if name not in (*aside, *read)}
+    values = {name: value for name, value in given.items() if name not in read.union(aside)}
     if form is not None:
         made = form.make({name: seen[name] for name in form.read(prompts) if name in seen}, place)
         values["prompt" if prompts else "messages"] = made

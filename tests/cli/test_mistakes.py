@@ -137,7 +137,7 @@ GOOD_ROW = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant"
 ROWS = (
     ("malformed JSON", '{"messages": [', ("not JSON", "column")),
     ("not an object", "[1, 2]", ("JSON object", "list [1, 2]")),
-    ("unknown kind", '{"question": "a", "answer": "b"}', ("answer, question", "`messages`")),
+    ("unknown kind", '{"sum": "a", "total": "b"}', ("sum, total", "`messages`")),
     ("messages of the wrong type", '{"messages": "hello"}', ("`messages`", "str 'hello'")),
     ("no assistant turn", '{"messages": [{"role": "user", "content": "a"}]}', ("no assistant turn", "roles: user")),
     ("mask of zeros", '{"prompt": "a", "completion": ""}', ("`completion`", "target")),
