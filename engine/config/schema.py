@@ -45,8 +45,10 @@ class ModelConfig(Keys, group="model"):
 class DataConfig(Keys, group="data"):
     """The rows to train on and to evaluate."""
 
-    train: tuple[str, ...] = key((), "JSONL or Parquet files to train on; a recipe needs at least one.")
-    eval: tuple[str, ...] = key((), "JSONL or Parquet files of held-out rows, for evaluations; []: no evaluations.")
+    train: tuple[str, ...] = key(
+        (), "Files, folders, globs or names of the hub to train on (docs/data.md); a recipe needs at least one."
+    )
+    eval: tuple[str, ...] = key((), "The same for held-out rows, for evaluations; []: no evaluations.")
     max_length: int = key(
         2048,
         "Most tokens of a row; in reinforcement learning, of prompt and completion together.",

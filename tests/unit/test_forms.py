@@ -1,5 +1,8 @@
 """Rows of other projects' forms are trained on as the messages that stand in them, written by hand."""
 
+import json
+from pathlib import Path
+
 import pytest
 from support.runs.foreign_rows import REFUSED, RL, SFT, SKY, assistant, system, user
 from support.runs.runs import TINY, write_rows
@@ -7,6 +10,7 @@ from support.runs.runs import TINY, write_rows
 from isoloss.engine.config.schema import DataConfig
 from isoloss.engine.data.chat import load_tokenizer, tokenize_row
 from isoloss.engine.data.columns import check_mapping, mapping_lines, recognised, unused
+from isoloss.engine.data.files.kinds import KINDS
 from isoloss.engine.data.forms import BY_NAME, FORMS
 from isoloss.engine.data.rows import Row
 from isoloss.engine.rl.prompts import load_prompts
@@ -208,6 +212,15 @@ def test_a_system_message_for_rows_without_one():
         with pytest.raises(UserError, match=r"r:1: data.system reaches the model through the chat template"):
             recognised(given, "r:1", data, prompts)
     assert recognised({"problem": "q"}, "r:1", data, prompts=True).values["prompt"] == [brief, user("q")]
+
+
+def test_the_page_of_formats_has_every_form_and_kind():
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    rows = json.loads(page.partition("```json\n")[2].partition("```")[0])
+    shown = {recognised(row, "r:1", PLAIN).form for row in rows}
+    assert shown == {*BY_NAME, "messages", "prompt + completion", "text"}
+    for kind in KINDS:
+        assert f"`{'`, `'.join(kind.suffixes)}`" in page
 
 
 def test_the_table_has_one_form_for_a_set_of_columns():

@@ -88,7 +88,7 @@ def plain_files(folder: Path, key: str) -> list[str]:
     entries = sorted(entry for entry in folder.iterdir() if not NO_ROWS.fullmatch(entry.name))
     if others := [entry.name + "/" * entry.is_dir() for entry in entries if entry.is_dir() or not kind_of(entry.name)]:
         raise UserError(
-            f"{key}: {folder} holds {listed(others, 80)}, which cannot be read: {_instead(folder, entries)}"
+            f"{key}: the folder {folder} holds {listed(others, 80)}, which cannot be read: {_instead(folder, entries)}"
         )
     if not entries:
         raise UserError(f"{key}: {folder} is a folder without files of rows: give {kinds()} files")
@@ -96,7 +96,9 @@ def plain_files(folder: Path, key: str) -> list[str]:
     splits = {SPLITS[name.lower()] for entry in entries for name in SPLIT.findall(entry.name)}
     for several, what in ((found, "files of several kinds"), (splits, "files of several splits")):
         if len(several) > 1:
-            raise UserError(f"{key}: {folder} holds {what} ({listed(sorted(several))}): {_instead(folder, entries)}")
+            raise UserError(
+                f"{key}: the folder {folder} holds {what} ({listed(sorted(several))}): {_instead(folder, entries)}"
+            )
     return [str(entry) for entry in entries]
 
 
