@@ -127,8 +127,7 @@ def other_form(seen: Mapping[str, Any], place: str, prompts: bool) -> Form | Non
 
 
 def refuse_preferences(seen: Mapping[str, Any], place: str, prompts: bool) -> None:
-    """Raise UserError for rows of TRL's unpaired preference and stepwise supervision, which a single column does not
-    tell from others."""
+    """Raise UserError for rows of TRL's unpaired preference and stepwise supervision, which two columns show."""
     label = seen.get("label")
     good_or_bad = isinstance(label, bool) or (isinstance(label, str) and label.lower() in ("true", "false"))
     if good_or_bad and ("completion" in seen or (not prompts and "messages" in seen)):
@@ -162,7 +161,7 @@ def form_of(values: Mapping[str, Any], place: str) -> tuple[str, ...]:
         raise UserError(f"{place}: a row has one form, and this one has {several}: take out what is not to be learned")
     if not forms:
         keys = listed(sorted(values)) or "none"
-        rl = "; a `prompt` alone is for reinforcement learning" if "prompt" in values else ""
+        rl = "; a `prompt` alone is for reinforcement learning" if "prompt" in values else "; or give data.columns"
         raise UserError(
             f"{place}: unknown kind of row (keys: {keys}): a row has {OWN_TEXT}, or a form of docs/data.md{rl}"
         )

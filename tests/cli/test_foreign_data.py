@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -147,7 +148,8 @@ def test_what_people_have(recipe, name, error, had, model, tmp_path, monkeypatch
     overrides += ["data.max_length=128"]
     if recipe == "grpo":
         overrides += ["reward.function=math", "rollout.max_new_tokens=8"]
-    kind, load = (RLConfig, setup.load_data) if recipe == "grpo" else (Config, loop.load_data)
+    kind: Any = RLConfig if recipe == "grpo" else Config
+    load: Any = setup.load_data if recipe == "grpo" else loop.load_data
     config = launch.compose_config(recipe, kind, overrides)[0]
     if not error:
         assert load(config, read_architecture(model)).train.digests()
