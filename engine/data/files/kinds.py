@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 from isoloss.engine.data.files.arrow_files import arrow_rows, parquet_rows
@@ -43,6 +43,7 @@ KINDS = (
 BY_SUFFIX = {suffix: kind for kind in KINDS for suffix in kind.suffixes}
 
 
+@lru_cache(maxsize=256)
 def kind_of(path: str) -> Kind | None:
     """Return the kind of the file that a path names; None if files of that name are not read."""
     name = Path(path.lower())
