@@ -42,11 +42,12 @@ class Rejects:
     key: "data.train" or "data.eval".
     paths: the files of the split.
     most: data.max_rejects.
+    rows: the bad rows so far.
     """
 
-    def __init__(self, key: str, paths: Sequence[str], most: int):
+    def __init__(self, key: str, paths: Sequence[str], most: int, rows: Sequence[Reject] = ()):
         self.key, self.paths, self._most = key, paths, most
-        self.rows: list[Reject] = []
+        self.rows: list[Reject] = [*rows]
 
     @contextlib.contextmanager
     def instead_of_error(self, row: UnreadRow) -> Iterator[None]:

@@ -4,7 +4,7 @@
 `step_indices` gives those of a step.
 """
 
-from collections import Counter
+import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -12,17 +12,18 @@ import numpy as np
 
 from isoloss.engine.config.schema import DataConfig
 from isoloss.engine.data.bad_rows import Rejects, check
-from isoloss.engine.data.chat import load_tokenizer, tokenize_row
+from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.chat_template import check_template_kwargs
-from isoloss.engine.data.columns import form_of, unused
-from isoloss.engine.data.remarks import remarks
-from isoloss.engine.data.rows import check_paths, count_rows, unread_rows
+from isoloss.engine.data.rows import check_paths
 from isoloss.engine.data.token_cache import cache_key, exclusively, load_cached, write_cache
-from isoloss.engine.data.token_dataset import DataStats, TokenDataset, fingerprint
+from isoloss.engine.data.token_dataset import TokenDataset
+from isoloss.engine.data.token_processes import LostProcessError
+from isoloss.engine.data.token_shards import Job
+from isoloss.engine.data.tokenizing import tokenize
 from isoloss.engine.data.turn_ends import turn_ends
-from isoloss.engine.data.turns import TokensAndMask
-from isoloss.engine.instruments.console import Progress
 from isoloss.parallel.runtime.errors import UserError
+
+BLOCK_TOKENS = 1 << 20
 
 
 def load_dataset(
@@ -44,12 +45,7 @@ def load_dataset(
     dataset = load_cached(folder, paths)
     if dataset is None:
         with exclusively(folder):
-            dataset = load_cached(folder, paths)
-            if dataset is None:
-                in_memory = tokenize(data, split, tokenizer_dir, vocab_size)
-                write_cache(folder, in_memory)
-                # None while another machine replaces the folder by its own, equal one.
-                dataset = load_cached(folder, paths) or in_memory
+            dataset = load_cached(folder, paths) or tokenize_into(folder, data, split, tokenizer_dir, vocab_size)
     # data.max_rejects is not part of the folder's name, as the remaining rows do not depend on it.
     check(f"data.{split}", paths, dataset.rejects, data.max_rejects)
     return dataset
@@ -63,74 +59,35 @@ def check_files(data: DataConfig) -> None:
     check_paths(data.eval or data.train, "data.eval")
 
 
-def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: str, vocab_size: int) -> TokenDataset:
-    """Read and tokenize a split; return the data set in memory. Raises UserError."""
-    paths: tuple[str, ...] = getattr(data, split)
-    max_length = data.max_length
+def tokenize_into(
+    folder: Path, data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: str, vocab_size: int
+) -> TokenDataset:
+    """Tokenize a split into a cache folder. What a killed process had finished is used. Raises UserError."""
+    job = Job.of(data, split, tokenizer_dir, vocab_size)
+    shards = folder.with_name(f".{folder.name}.shards")
     tokenizer = load_tokenizer(tokenizer_dir, vocab_size)
     check_template_kwargs(data.template_kwargs, tokenizer)
-    tokens, mask, lengths, origins = [], [], [0], []
-    dropped = truncated = 0
-    ignored: dict[str, None] = {}  # columns, in the order of their first row
-    forms, counts = Counter[str](), Counter[str]()
-    progress = Progress("tokenizing", f"rows of data.{split}", lambda: count_rows(paths))
-    rejects = Rejects(f"data.{split}", paths, data.max_rejects)
-    for row in unread_rows(paths, f"data.{split}"):
-        progress.advance()
-        with rejects.instead_of_error(row):
-            read = row.read()
-            tokens_T, mask_T = tokenize_row(read, tokenizer, data.template_variables)
-            ignored |= dict.fromkeys(unused(read.values))
-            form = form_of(read.values, read.place)
-            row_remarks = remarks(read, form, tokens_T, tokenizer)
-            if len(tokens_T) > max_length:
-                if data.overlong == "drop":
-                    dropped += 1
-                    continue
-                tokens_T, mask_T = cut(tokens_T, mask_T, data, row.place)
-                truncated += 1
-            forms[" + ".join(form)] += 1
-            counts.update(row_remarks)
-            tokens.append(np.array(tokens_T, np.int32))
-            mask.append(np.array(mask_T, np.bool_))
-            lengths.append(len(tokens_T))
-            origins.append((row.file, row.number))
-    if not tokens:
-        raise nothing_left(rejects, dropped, "rows", f"data.max_length={max_length}")
-    all_tokens, all_mask = np.concatenate(tokens), np.concatenate(mask)
-    totals = len(all_tokens), int(all_mask.sum())
-    stats = DataStats(len(tokens), dropped, truncated, *totals, forms=dict(forms), remarks=dict(counts))
-    arrays = {"tokens": all_tokens, "mask": all_mask, "offsets": np.cumsum(lengths, dtype=np.int64)}
-    return TokenDataset(
-        **arrays,
-        origins=np.array(origins, np.int32),
-        paths=paths,
-        stats=stats,
-        fingerprint=fingerprint(arrays),
-        rejects=tuple(rejects.rows),
-        unused=tuple(ignored),
-        turn_ends=turn_ends(tokenizer, data.template_variables),
-    )
-
-
-def cut(tokens_T: list[int], mask_T: list[bool], data: DataConfig, place: str) -> TokensAndMask:
-    """Return the first data.max_length tokens of a longer row, and their mask.
-
-    Raises UserError if data.overlong is "error", or if no target is left.
-    """
-    length, most = len(tokens_T), data.max_length
-    if data.overlong == "error":
+    try:
+        tokenized = tokenize(job, tokenizer, turn_ends(tokenizer, data.template_variables), shards)
+        if not tokenized.stats.rows:
+            rejects = Rejects(job.key, job.paths, job.max_rejects, tokenized.rejects)
+            raise nothing_left(rejects, tokenized.stats.dropped, "rows", f"data.max_length={data.max_length}")
+        dataset = write_cache(folder, tokenized)
+    except LostProcessError:
+        raise
+    except UserError:
+        shutil.rmtree(shards, ignore_errors=True)
+        raise
+    except OSError as problem:
+        shutil.rmtree(shards, ignore_errors=True)
+        if theirs := load_cached(folder, job.paths):  # another machine was faster, and has deleted the shards
+            return theirs
         raise UserError(
-            f"{place}: {length} tokens are more than data.max_length={most}: raise it, or set data.overlong to drop "
-            f"(leave such rows out) or truncate (cut their end off); now it is error"
-        )
-    tokens_T, mask_T = tokens_T[:most], mask_T[:most]
-    if not any(mask_T):
-        raise UserError(
-            f"{place}: truncated from {length} tokens to data.max_length={most}, it has no target left: raise it or "
-            f"set data.overlong=drop"
-        )
-    return tokens_T, mask_T
+            f"tokenized rows could not be written into data.cache_dir={folder.parent} ({problem}): make room there, or "
+            "set data.cache_dir to another place"
+        ) from None
+    shutil.rmtree(shards, ignore_errors=True)
+    return dataset
 
 
 def nothing_left(rejects: Rejects, dropped: int, rows: str, limit: str) -> UserError:
@@ -177,6 +134,9 @@ def unigram_nats(train: TokenDataset, eval: TokenDataset, vocab_size: int) -> fl
 
     No model that ignores the context does better, so a training that works ends below it.
     """
-    counts = np.bincount(train.tokens[train.mask], minlength=vocab_size) + 1
+    counts = np.ones(vocab_size, np.int64)
+    for start in range(0, len(train.tokens), BLOCK_TOKENS):  # the tokens may be more than fit into memory
+        block = slice(start, start + BLOCK_TOKENS)
+        counts += np.bincount(train.tokens[block][train.mask[block]], minlength=vocab_size)
     log_probability = np.log(counts) - np.log(counts.sum())
     return float(-log_probability[eval.tokens[eval.mask]].mean())
