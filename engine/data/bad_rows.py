@@ -84,7 +84,7 @@ class RejectsOfRun:
 
     @classmethod
     def of(cls, data: DataConfig, train: Sequence[Reject], eval: Sequence[Reject]) -> "RejectsOfRun":
-        return cls((("data.train", data.train, train), ("data.eval", data.eval, eval)))
+        return cls((("data.train", data.paths("train"), train), ("data.eval", data.eval, eval)))
 
     def lines(self, folder: Path) -> list[str]:
         """Return a line for the user if any row was left out, else no line. folder: the run's folder."""

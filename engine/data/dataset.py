@@ -4,6 +4,7 @@
 `step_indices` gives those of a step.
 """
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ from isoloss.engine.config.schema import DataConfig
 from isoloss.engine.data.bad_rows import Rejects, check
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.chat_template import check_template_kwargs
+from isoloss.engine.data.mixture import Mixture, mixture_of
 from isoloss.engine.data.rows import check_paths
 from isoloss.engine.data.token_cache import cache_key, exclusively, load_cached, write_cache
 from isoloss.engine.data.token_dataset import TokenDataset
@@ -37,7 +39,7 @@ def load_dataset(
 
     Raises UserError for any mistake in files, rows, tokenizer or options. Enters no collective.
     """
-    paths: tuple[str, ...] = getattr(data, split)
+    paths = data.paths(split)
     check_paths(paths, f"data.{split}")
     options = {"max_length": data.max_length, "overlong": data.overlong, "vocab_size": vocab_size}
     name = cache_key(paths, tokenizer_dir, **options, template_kwargs=dict(data.template_variables))
@@ -48,6 +50,9 @@ def load_dataset(
             dataset = load_cached(folder, paths) or tokenize_into(folder, data, split, tokenizer_dir, vocab_size)
     # data.max_rejects is not part of the folder's name, as the remaining rows do not depend on it.
     check(f"data.{split}", paths, dataset.rejects, data.max_rejects)
+    if split == "train" and data.is_mixture:
+        sources = {file: file for file in range(len(paths))}
+        dataset = dataclasses.replace(dataset, mixture=mixture_of(data, dataset.origins[:, 0], sources))
     return dataset
 
 
@@ -55,8 +60,8 @@ def check_files(data: DataConfig) -> None:
     """Raise UserError unless data.train names readable files, and data.eval none or readable ones."""
     if not data.train:
         raise UserError("data.train=[] must name at least one JSONL or Parquet file")
-    check_paths(data.train, "data.train")
-    check_paths(data.eval or data.train, "data.eval")
+    check_paths(data.paths("train"), "data.train")
+    check_paths(data.eval or data.paths("train"), "data.eval")
 
 
 def tokenize_into(
@@ -70,7 +75,7 @@ def tokenize_into(
     try:
         tokenized = tokenize(job, tokenizer, turn_ends(tokenizer, data.template_variables), shards)
         if not tokenized.stats.rows:
-            rejects = Rejects(job.key, job.paths, job.max_rejects, tokenized.rejects)
+            rejects = Rejects(job.key, job.paths, job.data.max_rejects, tokenized.rejects)
             raise nothing_left(rejects, tokenized.stats.dropped, "rows", f"data.max_length={data.max_length}")
         dataset = write_cache(folder, tokenized)
     except LostProcessError:
@@ -101,27 +106,31 @@ def nothing_left(rejects: Rejects, dropped: int, rows: str, limit: str) -> UserE
     return UserError(f"{key}: no rows in {files}: give files with at least one row")
 
 
-def step_indices(num_rows: int, step: int, global_size: int, seed: int) -> np.ndarray:
+def step_indices(rows: int | Mixture, step: int, global_size: int, seed: int) -> np.ndarray:
     """Return the rows of optimizer step `step`, from 0: int64 [global_size], the same on every rank and layout.
 
+    rows: number of rows, or the mixture that they are drawn from.
     A pure function, so a resumed run needs no state but the number of its step.
     """
-    if num_rows < 1 or global_size < 1:
-        raise ValueError(f"step_indices needs num_rows={num_rows} and global_size={global_size} of at least 1")
-    return draw_indices(num_rows, step * global_size, global_size, seed)
+    if global_size < 1:
+        raise ValueError(f"step_indices needs a global_size={global_size} of at least 1")
+    return draw_indices(rows, step * global_size, global_size, seed)
 
 
-def draw_indices(num_rows: int, start: int, count: int, seed: int) -> np.ndarray:
+def draw_indices(rows: int | Mixture, start: int, count: int, seed: int) -> np.ndarray:
     """Return rows `start` to `start + count` of the stream of rows: int64 [count].
 
-    The stream is a permutation of all rows per epoch, one after the other; a call may span several epochs.
+    The stream is a permutation of all rows per epoch, one after the other; a call may span several epochs. That of a
+    mixture is in `Mixture`.
     """
-    if num_rows < 1 or start < 0 or count < 1:
-        raise ValueError(f"draw_indices needs num_rows={num_rows} and count={count} of at least 1, start={start} of 0")
+    if isinstance(rows, Mixture):
+        return rows.draw(start, count, seed)
+    if rows < 1 or start < 0 or count < 1:
+        raise ValueError(f"draw_indices needs rows={rows} and count={count} of at least 1, start={start} of 0")
     stop = start + count
-    first, last = start // num_rows, (stop - 1) // num_rows
-    stream = [np.random.default_rng([seed, epoch]).permutation(num_rows) for epoch in range(first, last + 1)]
-    return np.concatenate(stream)[start - first * num_rows : stop - first * num_rows].astype(np.int64)
+    first, last = start // rows, (stop - 1) // rows
+    stream = [np.random.default_rng([seed, epoch]).permutation(rows) for epoch in range(first, last + 1)]
+    return np.concatenate(stream)[start - first * rows : stop - first * rows].astype(np.int64)
 
 
 def steps_for_epochs(num_rows: int, epochs: float, global_size: int) -> int:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from isoloss.engine.config.parse import build
 from isoloss.engine.config.schema import DataConfig
 from isoloss.engine.data.bad_rows import Reject, Rejects
 from isoloss.engine.data.chat import tokenize_row
@@ -34,10 +35,9 @@ SIZES = struct.Struct("<II")
 
 @dataclass(frozen=True)
 class Job:
-    """All that the tokens of a split depend on, in plain values.
+    """All that the tokens of a split depend on.
 
-    key: "data.train" or "data.eval".
-    variables: variables of the chat template.
+    key: "data.train" or "data.eval". paths: its files.
     vocab_size: number of rows of the model's embedding.
     shard_rows: rows of a shard.
     """
@@ -46,18 +46,16 @@ class Job:
     paths: tuple[str, ...]
     tokenizer_dir: str
     vocab_size: int
-    max_length: int
-    overlong: Literal["error", "drop", "truncate"]
-    max_rejects: int
-    variables: Mapping[str, Any]
+    data: DataConfig
     shard_rows: int
 
     @classmethod
     def of(cls, data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: str, vocab_size: int) -> "Job":
-        limits = data.max_length, data.overlong, data.max_rejects
-        paths: tuple[str, ...] = getattr(data, split)
-        variables = dict(data.template_variables)
-        return cls(f"data.{split}", paths, tokenizer_dir, vocab_size, *limits, variables, SHARD_ROWS)
+        return cls(f"data.{split}", data.paths(split), tokenizer_dir, vocab_size, data, SHARD_ROWS)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Job":
+        return cls(**{**values, "paths": tuple(values["paths"]), "data": build(DataConfig, values["data"])})
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class ShardSummary:
     """Counts of a shard.
 
     read: number of rows read. rows: number of rows kept, with `tokens` tokens.
-    forms, remarks, unused, dropped, truncated: as in DataStats and TokenDataset.
+    forms, remarks, unused, dropped, truncated: counts and names, with their meaning in DataStats and TokenDataset.
     rejects: bad rows. error: the mistake that reading ended with; None if the shard is whole.
     """
 
@@ -147,19 +145,19 @@ def tokenize_shard(rows: Iterable[UnreadRow], job: Job, tokenizer, path: Path) -
     unfinished = path.with_suffix(f".{platform.node()}-{os.getpid()}.partial")
     checksum, mask, kept = 0, bytearray(), []
     counts, forms, found, ignored = Counter[str](), Counter[str](), Counter[str](), dict[str, None]()
-    rejects, error = Rejects(job.key, job.paths, job.max_rejects), None
+    rejects, error = Rejects(job.key, job.paths, job.data.max_rejects), None
     with open(unfinished, "wb") as file:
         try:
             for row in rows:
                 counts["read"] += 1
                 with rejects.instead_of_error(row):
                     read = row.read()
-                    tokens_T, mask_T = tokenize_row(read, tokenizer, job.variables)
+                    tokens_T, mask_T = tokenize_row(read, tokenizer, job.data.template_variables)
                     ignored |= dict.fromkeys(unused(read.values))
                     form = form_of(read.values, read.place)
                     row_remarks = remarks(read, form, tokens_T, tokenizer)
-                    if len(tokens_T) > job.max_length:
-                        if job.overlong == "drop":
+                    if len(tokens_T) > job.data.max_length:
+                        if job.data.overlong == "drop":
                             counts["dropped"] += 1
                             continue
                         tokens_T, mask_T = cut(tokens_T, mask_T, job, row.place)
@@ -190,8 +188,8 @@ def cut(tokens_T: list[int], mask_T: list[bool], job: Job, place: str) -> Tokens
 
     Raises UserError if data.overlong is "error", or if no target is left.
     """
-    length, most = len(tokens_T), job.max_length
-    if job.overlong == "error":
+    length, most = len(tokens_T), job.data.max_length
+    if job.data.overlong == "error":
         raise UserError(
             f"{place}: {length} tokens are more than data.max_length={most}: raise it, or set data.overlong to drop "
             f"(leave such rows out) or truncate (cut their end off); now it is error"

@@ -22,7 +22,7 @@ from isoloss.engine.data.token_shards import Job, rows_by_shard, shard_path, tok
 def main(folder: Path, answers: int) -> int:
     """Do the job of the folder. answers: descriptor of the pipe. Return the exit status."""
     values = json.loads((folder / JOB).read_text())
-    job = Job(**values["job"] | {"paths": tuple(values["job"]["paths"])})
+    job = Job.from_json(values["job"])
     tokenizer = load_tokenizer(job.tokenizer_dir, job.vocab_size)
     context = multiprocessing.get_context("fork")
     claimed = context.Value("q", -1)

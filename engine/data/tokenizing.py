@@ -51,7 +51,7 @@ class Tokenized:
         """
         summary = shard.summary
         self.rejects += summary.rejects
-        check(self.job.key, self.job.paths, self.rejects, self.job.max_rejects)
+        check(self.job.key, self.job.paths, self.rejects, self.job.data.max_rejects)
         if summary.error is not None:
             raise UserError(summary.error)
         self.shards.append(shard)

@@ -28,6 +28,7 @@ from isoloss.engine.data.chat_template import (
 from isoloss.engine.data.columns import check_columns
 from isoloss.engine.data.dataset import nothing_left
 from isoloss.engine.data.messages import check_messages
+from isoloss.engine.data.mixture import Mixture, mixture_of, order_of
 from isoloss.engine.data.remarks import digest
 from isoloss.engine.data.rows import Row, count_rows, listed, shown, unread_rows
 from isoloss.engine.instruments.console import Progress
@@ -43,12 +44,19 @@ ANSWER_KEYS = ("answer", "ground_truth", "reward_model.ground_truth", "solution"
 @dataclass(frozen=True)
 class PromptSet:
     """The prompts of some files. dropped: number of rows left out for their length. repeated: number of rows left out
-    because an earlier one is alike. rejects: bad rows that were left out."""
+    because an earlier one is alike. rejects: bad rows that were left out. mixture: the sources that batches draw
+    prompts from by weights; None without weights."""
 
     prompts: tuple[Prompt, ...]
     dropped: int = 0
     repeated: int = 0
     rejects: tuple[Reject, ...] = ()
+    mixture: Mixture | None = None
+
+    @property
+    def order(self) -> int | Mixture:
+        """Return what `draw_indices` draws from."""
+        return order_of(len(self.prompts), self.mixture)
 
     def digests(self) -> Iterator[bytes]:
         """Return a digest of the tokens of each prompt."""
@@ -83,10 +91,10 @@ def load_prompts(
     A row's id is "file:line" with the name of its file, or with its path where two files have the same name.
     Raises UserError, one line, for every mistake in files, rows or options.
     """
-    paths: tuple[str, ...] = getattr(data, split)
+    paths = data.paths(split)
     check_template_kwargs(data.template_kwargs, tokenizer)
     names = Counter(os.path.basename(path) for path in set(paths))
-    prompts, dropped, repeated = [], 0, 0
+    prompts, of_file, dropped, repeated = [], [], 0, 0
     known: set[bytes] = set()
     rejects = Rejects(f"data.{split}", paths, data.max_rejects)
     speaks = environment.rank_and_world()[0] == 0  # every rank reads all rows
@@ -107,6 +115,7 @@ def load_prompts(
                 known.add(question)
             if (length := len(prompt.tokens)) <= max_prompt_tokens:
                 prompts.append(prompt)
+                of_file.append(unread.file)
             elif data.overlong == "drop":
                 dropped += 1
             else:
@@ -116,7 +125,8 @@ def load_prompts(
                 )
     if not prompts:
         raise nothing_left(rejects, dropped, "prompts", f"{limit}={max_prompt_tokens}")
-    return PromptSet(tuple(prompts), dropped, repeated, tuple(rejects.rows))
+    mixture = mixture_of(data, np.array(of_file), {file: file for file in of_file}) if split == "train" else None
+    return PromptSet(tuple(prompts), dropped, repeated, tuple(rejects.rows), mixture)
 
 
 def _digest(row: Row) -> bytes:

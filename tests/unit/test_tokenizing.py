@@ -20,7 +20,7 @@ from isoloss.engine.data.token_shards import finished_shards, read_shard
 from isoloss.parallel.runtime.errors import UserError
 
 TINY = str(files("isoloss.recipes") / "assets" / "tiny")
-WORDS = "one two three four five six seven eight nine ten".split()
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 
 def row(number: int) -> dict:
@@ -143,7 +143,7 @@ def test_a_process_that_is_killed_is_told_in_a_line_and_its_shards_stay(tmp_path
         return read(file)
 
     monkeypatch.setattr(tokenizing, "read_shard", killing)
-    with pytest.raises(LostProcessError, match="data.train: a process that tokenized .* by signal 9") as error:
+    with pytest.raises(LostProcessError, match=r"data.train: a process that tokenized .* by signal 9") as error:
         load(tmp_path, path)
     assert "\n" not in str(error.value)
     (folder,) = (tmp_path / "cache").iterdir()
@@ -166,9 +166,9 @@ def workers_of(folder: str) -> list[int]:
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path, small):
-    """Tokens and masks of 16 times the rows: what the tokenizer itself takes is the same."""
+    """Tokens and masks of ten times the rows: what the tokenizer itself takes is the same."""
     peaks = []
-    for rows in (64, 1024):
+    for rows in (64, 640):
         path = write_rows(tmp_path / f"{rows}.jsonl", [{"text": "one two three " * 30}] * rows)
         load(tmp_path, path)
         tracemalloc.start()
@@ -178,4 +178,4 @@ def test_memory_does_not_grow_with_the_rows(tmp_path, small):
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     grown, held = peaks[1] - peaks[0], 5 * found.stats.tokens
-    assert held > 400_000 and grown < held / 2, (peaks, held)
+    assert held > 200_000 and grown < held / 2, (peaks, held)
