@@ -28,8 +28,9 @@ from isoloss.engine.data.chat_template import (
 )
 from isoloss.engine.data.columns import check_columns, read_row
 from isoloss.engine.data.dataset import nothing_left
-from isoloss.engine.data.files.sources import files_of
+from isoloss.engine.data.files.sources import files_of, sources_of
 from isoloss.engine.data.messages import check_messages
+from isoloss.engine.data.mixture import Mixture, mixture_of, order_of
 from isoloss.engine.data.remarks import digest
 from isoloss.engine.data.rows import Row, count_rows, listed, shown, unread_rows
 from isoloss.engine.instruments.console import Progress
@@ -46,7 +47,8 @@ ANSWER_KEYS = ("answer", "ground_truth", "reward_model.ground_truth", "solution"
 class PromptSet:
     """The prompts of some files. dropped: number of rows left out for their length. repeated: number of rows left out
     because an earlier one is alike. rejects: bad rows that were left out. forms: rows by the name of their form.
-    keep_system: number of rows that keep their system message in place of data.system."""
+    keep_system: number of rows that keep their system message in place of data.system. mixture: the sources that
+    batches draw prompts from by weights; None without weights."""
 
     prompts: tuple[Prompt, ...]
     dropped: int = 0
@@ -54,6 +56,12 @@ class PromptSet:
     rejects: tuple[Reject, ...] = ()
     forms: Mapping[str, int] = field(default_factory=dict)
     keep_system: int = 0
+    mixture: Mixture | None = None
+
+    @property
+    def order(self) -> int | Mixture:
+        """Return what `draw_indices` draws from."""
+        return order_of(len(self.prompts), self.mixture)
 
     def digests(self) -> Iterator[bytes]:
         """Return a digest of the tokens of each prompt."""
@@ -88,10 +96,10 @@ def load_prompts(
     A row's id is "file:line" with the name of its file, or with its path where two files have the same name.
     Raises UserError, one line, for every mistake in files, rows or options.
     """
-    paths = files_of(getattr(data, split), f"data.{split}")
+    paths = files_of(data.paths(split), f"data.{split}")
     check_template_kwargs(data.template_kwargs, tokenizer)
     names = Counter(os.path.basename(path) for path in set(paths))
-    prompts, dropped, repeated, keep_system = [], 0, 0, 0
+    prompts, of_file, dropped, repeated, keep_system = [], [], 0, 0, 0
     forms = Counter[str]()
     known: set[bytes] = set()
     rejects = Rejects(f"data.{split}", paths, data.max_rejects)
@@ -115,6 +123,7 @@ def load_prompts(
                 prompts.append(prompt)
                 forms[row.form] += 1
                 keep_system += row.keeps_system
+                of_file.append(unread.file)
             elif data.overlong == "drop":
                 dropped += 1
             else:
@@ -124,7 +133,10 @@ def load_prompts(
                 )
     if not prompts:
         raise nothing_left(rejects, dropped, "prompts", f"{limit}={max_prompt_tokens}")
-    return PromptSet(tuple(prompts), dropped, repeated, tuple(rejects.rows), forms, keep_system)
+    mixture = (
+        mixture_of(data, np.array(of_file), sources_of(data.paths(split), rejects.key)) if split == "train" else None
+    )
+    return PromptSet(tuple(prompts), dropped, repeated, tuple(rejects.rows), forms, keep_system, mixture)
 
 
 def _digest(row: Row) -> bytes:

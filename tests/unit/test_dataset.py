@@ -447,5 +447,5 @@ def test_order_depends_on_nothing_else():
     # Two steps of 8 are one of 16: the global size only cuts the stream.
     halves = [step_indices(1000, 14, 8, 3), step_indices(1000, 15, 8, 3)]
     assert np.array_equal(np.concatenate(halves), first)
-    with pytest.raises(ValueError, match="num_rows=0"):
+    with pytest.raises(ValueError, match="rows=0"):
         step_indices(0, 0, 1, 0)

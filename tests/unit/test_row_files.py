@@ -12,12 +12,14 @@ import pytest
 from support.runs.foreign_rows import SKY, TALKS, save, write_file
 from support.runs.runs import TINY, write_rows
 
-from isoloss.engine.config.schema import DataConfig
+from isoloss.engine.config.schema import DataConfig, WeightedFile
+from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.dataset import load_dataset
 from isoloss.engine.data.files import json_files, opening, sources
 from isoloss.engine.data.files.kinds import KINDS
 from isoloss.engine.data.files.sources import files_of
 from isoloss.engine.data.rows import count_rows, unread_rows
+from isoloss.engine.rl.prompts import load_prompts
 from isoloss.parallel.runtime.errors import UserError
 
 ROWS = [{"prompt": f'One, "{n}"\té,\n]', "completion": f" two [{n}], {{\\", "number": str(n)} for n in range(70)]
@@ -175,6 +177,19 @@ def test_folders_and_globs_in_sorted_order(tmp_path):
     assert read(f"{tmp_path}/**/[bc].jsonl") == ROWS[2:4]
     write_rows(tmp_path / "[x].jsonl", ROWS[:1])
     assert read(f"{tmp_path}/[x].jsonl") == ROWS[:1]  # a file of that very name
+
+
+def test_a_folder_has_one_weight(tmp_path):
+    """Whatever the number of its files: the mixture draws from what the user names."""
+    (tmp_path / "parts").mkdir()
+    for name, rows in (("parts/a.jsonl", ROWS[:2]), ("parts/b.jsonl", ROWS[2:5]), ("one.jsonl", ROWS[5:6])):
+        write_rows(tmp_path / name, rows)
+    named = (WeightedFile(f"{tmp_path}/parts", 3.0), WeightedFile(f"{tmp_path}/one.jsonl", 1.0))
+    data = DataConfig(train=named)
+    tokens = load_dataset(data, "train", str(TINY), vocab_size=2048, cache_dir=tmp_path / "cache")
+    assert tokens.mixture is not None and tokens.mixture.sizes == (5, 1) and len(tokens.paths) == 3
+    prompts = load_prompts(data, "train", load_tokenizer(str(TINY), 2048), max_prompt_tokens=512)
+    assert prompts.mixture is not None and prompts.mixture.sizes == (5, 1)
 
 
 @pytest.mark.parametrize(

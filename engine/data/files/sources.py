@@ -34,6 +34,12 @@ def named_files(names: Sequence[str], key: str) -> tuple[str, ...]:
     return tuple(path for name in names for path in _files(name, key))
 
 
+def sources_of(names: Sequence[str], key: str) -> dict[int, int]:
+    """Return for each file of `files_of` the index in `names` of the name that it is of."""
+    sources = [index for index, name in enumerate(names) for _ in _files(name, key)]
+    return dict(enumerate(sources))
+
+
 def _files(name: str, key: str) -> Iterable[str]:
     head, _, split = name.rpartition(":")
     if Path(name).is_file():
