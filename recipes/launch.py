@@ -111,6 +111,7 @@ def _main(recipe: str, argv: Sequence[str] | None) -> int:
             print_once(yaml.safe_dump(values, sort_keys=False))
             return 0
         command_line.refuse_missing_ranks(recipe, config, words)
+        announce(recipe, config)
         startup.prepare(config)  # torch must not be imported before
         run(recipe, config, f"{recipe}-{preset}")
         return 0
@@ -189,6 +190,12 @@ def compose_config(
     assert isinstance(composed, dict)
     values = {str(key): value for key, value in composed.items()}
     return build(config_class, values), values, preset
+
+
+def announce(recipe: str, config: Config) -> None:
+    """Print a first line on a terminal, as imports and a first reading of the rows may take long."""
+    if environment.rank_and_world()[0] == 0 and sys.stdout.isatty():
+        say(f"{recipe}: {config.model.path} on {', '.join(config.data.paths('train'))}; starting")
 
 
 def end_torchrun(received: signal.Signals) -> None:

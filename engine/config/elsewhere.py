@@ -12,6 +12,8 @@ NAMES = {
     "data.train": "dataset dataset_name dataset_path train_file train_files train_data_path prompt_data",
     "data.eval": "val_files eval_data validation_file",
     "data.max_length": "max_seq_length max_seq_len max_prompt_length seq_length cutoff_len",
+    "data.columns": "prompt_key input_key label_key dataset_text_field dataset_prompt_column",
+    "data.system": "system_prompt default_system",
     "data.template_kwargs": "chat_template_kwargs",
     "batch.global_size": "batch_size global_batch_size train_batch_size rollout_batch_size",
     "batch.max_tokens": (

@@ -18,6 +18,10 @@ def build(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     for key in values:
         if key not in types_of:
             raise UserError(unknown_key(f"{prefix}{key}", known_keys(cls, prefix)))
+    nothing = dataclasses.MISSING
+    for f in dataclasses.fields(cls):
+        if f.default is nothing and f.default_factory is nothing and f.name not in values:
+            raise UserError(f"{prefix}{f.name} is missing: give it")
     return cls(**{key: _convert(types_of[key], value, f"{prefix}{key}") for key, value in values.items()})
 
 
@@ -76,7 +80,9 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         if value is None:
             return None
-        return _convert(next(a for a in args if a is not type(None)), value, key)
+        arms = [arm for arm in args if arm is not type(None)]
+        fitting = (arm for arm in arms if dataclasses.is_dataclass(arm) == isinstance(value, Mapping))
+        return _convert(next(fitting, arms[0]), value, key)
     if origin is Literal:
         return value  # the class compares it with its choices
     if origin is Mapping:

@@ -5,6 +5,9 @@ and refuses unknown keys with the nearest name. A key is defined with its meanin
 need no model are in `__post_init__`.
 """
 
+import math
+import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import date
@@ -42,11 +45,31 @@ class ModelConfig(Keys, group="model"):
 
 
 @dataclass(frozen=True)
+class WeightedFile:
+    """A file of a mixture. weight: its rows' part of all rows drawn, next to the weights of the other files."""
+
+    path: str
+    weight: float
+
+    def __post_init__(self):
+        holds = math.isfinite(self.weight) and self.weight > 0
+        require(holds, f"data.train: weight of {self.path}", self.weight, "must be positive and finite")
+
+    def __str__(self) -> str:
+        return self.path
+
+
+@dataclass(frozen=True)
 class DataConfig(Keys, group="data"):
     """The rows to train on and to evaluate."""
 
-    train: tuple[str, ...] = key((), "JSONL or Parquet files to train on; a recipe needs at least one.")
-    eval: tuple[str, ...] = key((), "JSONL or Parquet files of held-out rows, for evaluations; []: no evaluations.")
+    train: tuple[str | WeightedFile, ...] = key(
+        (),
+        "Files, folders, globs or names of the hub to train on (docs/data.md); a recipe needs at least one. With "
+        "weights, as [{path: a.jsonl, weight: 3}, {path: b.jsonl, weight: 1}], rows are drawn in these proportions "
+        "(docs/train.md).",
+    )
+    eval: tuple[str, ...] = key((), "The same for held-out rows, for evaluations, without weights; []: none.")
     max_length: int = key(
         2048,
         "Most tokens of a row; in reinforcement learning, of prompt and completion together.",
@@ -69,6 +92,14 @@ class DataConfig(Keys, group="data"):
         "2 on a terminal, none elsewhere.",
         at_least=0,
     )
+    columns: Mapping[str, Any] = key(
+        {},
+        "The columns to read, by isoloss's names of them, such as {question: problem, answer: reward_model.answer}. "
+        "Then no other column makes the form of a row (docs/data.md).",
+    )
+    system: str | None = key(
+        None, "A system message for the rows without one. Rows that have one keep it, and the banner counts them."
+    )
     template_kwargs: Mapping[str, Any] = key(
         {}, "Variables for the chat template, such as {enable_thinking: false}. A row's own tools reach it as `tools`."
     )
@@ -88,6 +119,22 @@ class DataConfig(Keys, group="data"):
         except ValueError:
             valid = False
         require(valid, "data.date", self.date, "must be a day such as 2026-11-28")
+        if not self.is_mixture:
+            return
+        plain = [file for file in self.train if isinstance(file, str)]
+        require(not plain, "data.train", plain, "has no weight, as others have: write {path: FILE, weight: NUMBER}")
+        real = Counter(os.path.realpath(path) for path in self.paths("train"))
+        twice = [path for path in self.paths("train") if real[os.path.realpath(path)] > 1]
+        require(not twice, "data.train", twice, "is one file twice in a mixture: add its weights up")
+
+    @property
+    def is_mixture(self) -> bool:
+        """Return whether the files of data.train have weights."""
+        return any(isinstance(file, WeightedFile) for file in self.train)
+
+    def paths(self, split: Literal["train", "eval"]) -> tuple[str, ...]:
+        """Return the files of a split, in their order."""
+        return tuple(map(str, self.train if split == "train" else self.eval))
 
     @property
     def template_variables(self) -> Mapping[str, Any]:
@@ -319,7 +366,11 @@ class TrainConfig(Keys, group="train"):
         "Optimizer steps of the whole run, over the data as often as needed; null: as many as train.epochs make.",
         at_least=1,
     )
-    epochs: int = key(1, "Passes over data.train, each in a new order, if train.steps is null.", at_least=1)
+    epochs: int = key(
+        1,
+        "Passes over data.train, each in a new order, if train.steps is null. Files with weights need train.steps.",
+        at_least=1,
+    )
     seed: int = key(0, "Decides the order of the data, the random weights, and what is sampled.", at_least=0)
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto",
@@ -433,6 +484,15 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     output_dir: str | None = key(None, "Folder of the run; null: runs/RECIPE-PRESET, with a number if that exists.")
+
+    def __post_init__(self):
+        require(
+            not self.data.is_mixture or self.train.steps is not None,
+            "train.steps",
+            None,
+            "must be a number with weights in data.train: the files end at different steps, so train.epochs has no "
+            "meaning",
+        )
 
     def accumulates_in_products(self, *, on_gpu: bool) -> bool:
         """Return parallel.gradient_accumulation_fusion, or its default."""

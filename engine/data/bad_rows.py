@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isoloss.engine.config.schema import DataConfig
+from isoloss.engine.data.files.sources import named_files
 from isoloss.engine.data.rows import UnreadRow, place_of
 from isoloss.engine.instruments.files import replace_text
 from isoloss.parallel.runtime.errors import UserError
@@ -42,11 +43,12 @@ class Rejects:
     key: "data.train" or "data.eval".
     paths: the files of the split.
     most: data.max_rejects.
+    rows: the bad rows so far.
     """
 
-    def __init__(self, key: str, paths: Sequence[str], most: int):
+    def __init__(self, key: str, paths: Sequence[str], most: int, rows: Sequence[Reject] = ()):
         self.key, self.paths, self._most = key, paths, most
-        self.rows: list[Reject] = []
+        self.rows: list[Reject] = [*rows]
 
     @contextlib.contextmanager
     def instead_of_error(self, row: UnreadRow) -> Iterator[None]:
@@ -83,7 +85,8 @@ class RejectsOfRun:
 
     @classmethod
     def of(cls, data: DataConfig, train: Sequence[Reject], eval: Sequence[Reject]) -> "RejectsOfRun":
-        return cls((("data.train", data.train, train), ("data.eval", data.eval, eval)))
+        splits = (("data.train", data.paths("train"), train), ("data.eval", data.eval, eval))
+        return cls(tuple((key, named_files(names, key), rejects) for key, names, rejects in splits))
 
     def lines(self, folder: Path) -> list[str]:
         """Return a line for the user if any row was left out, else no line. folder: the run's folder."""

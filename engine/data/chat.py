@@ -1,6 +1,6 @@
 """Tokenize a row of text: token ids, and a mask of the targets.
 
-Shape suffix: T tokens of one sample. A row has one of three forms:
+Shape suffix: T tokens of one sample. A row has one of three forms (`columns` brings others into these):
 
     messages               a conversation; the targets are the assistant's turns, each with its end-of-turn token
     prompt + completion    the targets are the completion (its assistant turns, if messages) and the end of sequence

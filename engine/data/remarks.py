@@ -9,26 +9,28 @@ import numpy as np
 from isoloss.engine.data.messages import THOUGHTS, check_messages, says_something
 from isoloss.engine.data.rows import Row
 
-EMPTY_TURN, LOST_THOUGHT = "empty_turn", "lost_thought"
+EMPTY_TURN, LOST_THOUGHT, OWN_SYSTEM = "empty_turn", "lost_thought", "own_system"
 MESSAGES = {
     EMPTY_TURN: "have an empty turn of the assistant, which is context and not learned: fill it in, or take it out",
     LOST_THOUGHT: "have thoughts (reasoning_content) that are not in what the chat template makes: many templates "
     "leave those of earlier turns out",
+    OWN_SYSTEM: "have a system message of their own, and keep it in place of data.system",
 }
 
 
 def remarks(row: Row, form: Sequence[str], tokens_T: Sequence[int], tokenizer) -> list[str]:
     """Return the keys of MESSAGES that apply to a tokenized row. form: the columns that the row is read from."""
     learned = form[-1]
+    own = [OWN_SYSTEM] if row.keeps_system else []
     if not isinstance(row.values[learned], list):
-        return []
+        return own
     turns = [
         message
         for message in check_messages(row.values[learned], learned, row.place).messages
         if message["role"] == "assistant"
     ]
     thoughts = [turn[name] for turn in turns for name in THOUGHTS if isinstance(turn.get(name), str)]
-    names = [EMPTY_TURN] if not all(map(says_something, turns)) else []
+    names = own + ([EMPTY_TURN] if not all(map(says_something, turns)) else [])
     if any(thoughts):
         text = _letters(tokenizer.decode(tokens_T, clean_up_tokenization_spaces=False))
         names += [LOST_THOUGHT] if not all(_letters(thought) in text for thought in thoughts) else []

@@ -18,10 +18,13 @@ from pathlib import Path
 import numpy as np
 
 from isoloss.engine.data.bad_rows import Reject
-from isoloss.engine.data.token_dataset import ARRAYS, DataStats, TokenDataset
+from isoloss.engine.data.files.kinds import kind_of
+from isoloss.engine.data.token_dataset import ARRAYS, ROWS, DataStats, TokenDataset
+from isoloss.engine.data.token_shards import Shard
+from isoloss.engine.data.tokenizing import Tokenized
 from isoloss.parallel.runtime.errors import UserError
 
-FORMAT = 6  # version of the folder's files and of the tokenization; folders of other versions are not read
+FORMAT = 7  # version of the folder's files and of the tokenization; folders of other versions are not read
 
 
 def cache_key(paths: Sequence[str], tokenizer_dir: str, **options) -> str:
@@ -30,8 +33,8 @@ def cache_key(paths: Sequence[str], tokenizer_dir: str, **options) -> str:
     parts = {
         "format": FORMAT,
         "versions": [version("transformers"), version("tokenizers")],
-        # The suffix decides how a file is parsed. The order of the files is that of the rows.
-        "data": [[Path(path).suffix.lower(), file_hash(Path(path))] for path in paths],
+        # The name decides how a file is parsed. The order of the files is that of the rows.
+        "data": [[kind.name if (kind := kind_of(path)) else "", file_hash(Path(path))] for path in paths],
         "tokenizer": {str(path.relative_to(tokenizer_dir)): file_hash(path) for path in tokenizer_files},
         "options": options,
     }
@@ -52,48 +55,70 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_cache(folder: Path, dataset: TokenDataset) -> None:
+def write_cache(folder: Path, tokenized: Tokenized) -> TokenDataset:
     """Write the cache folder under a name of this process, then rename it: a folder under its final name is complete.
 
-    Raises UserError, and leaves no file, if the disk refuses.
+    Return the data set, which stays usable if another machine replaces the folder.
+    Raises OSError, and leaves no file, if the disk refuses.
     """
+    paths = tokenized.job.paths
     temporary = folder.with_name(f".{folder.name}.{platform.node()}-{os.getpid()}.partial")
     shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process of the same number
     try:
-        _fill(temporary, dataset)
-    except OSError as problem:
+        _fill(temporary, tokenized)
+        written = load_cached(temporary, paths)
+    except OSError:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(
-            f"tokenized rows could not be written into data.cache_dir={folder.parent} ({problem}): make room there, or "
-            "set data.cache_dir to another place"
-        ) from None
-    if load_cached(folder, dataset.paths) is None:
+        raise
+    assert written is not None, f"{temporary} cannot be read back"
+    if load_cached(folder, paths) is None:
         aside = temporary.with_suffix(".damaged")
         with contextlib.suppress(OSError):  # there is no damaged folder
             os.rename(folder, aside)
         with contextlib.suppress(OSError):
             # A machine that shares this file system has written it since, and may be reading it.
-            if load_cached(aside, dataset.paths) is not None:
+            if load_cached(aside, paths) is not None:
                 os.rename(aside, folder)
         with contextlib.suppress(OSError):  # another machine was faster and wrote the same contents
             os.rename(temporary, folder)
         shutil.rmtree(aside, ignore_errors=True)
     shutil.rmtree(temporary, ignore_errors=True)
+    return load_cached(folder, paths) or written
 
 
-def _fill(folder: Path, dataset: TokenDataset) -> None:
-    """Write the arrays and meta.json, with the arrays' checksums, into a new folder."""
+def _fill(folder: Path, tokenized: Tokenized) -> None:
+    """Write the arrays and meta.json, with the arrays' checksums, into a new folder. Holds one shard in memory."""
     folder.mkdir(parents=True)
-    checksums = {}
-    for name, dtype in ARRAYS.items():
-        path = folder / f"{name}.npy"
-        np.save(path, np.ascontiguousarray(getattr(dataset, name), dtype))
-        checksums[name] = checksum(path)
-    stats = asdict(dataset.stats)
-    meta = {"format": FORMAT, "stats": stats, "fingerprint": dataset.fingerprint, "crc32": checksums}
-    meta["rejects"] = [asdict(reject) for reject in dataset.rejects]
-    meta |= {"unused": dataset.unused, "turn_ends": dataset.turn_ends}
+    shards, stats = tokenized.shards, tokenized.stats
+    arrays = {
+        "tokens": ((stats.tokens,), (shard.bytes_of("tokens") for shard in shards)),
+        "mask": ((stats.tokens,), (shard.bytes_of("mask") for shard in shards)),
+        "offsets": ((stats.rows + 1,), _offsets(shards)),
+        "origins": ((stats.rows, 2), (shard.rows()[:, 1:].tobytes() for shard in shards)),
+    }
+    checksums, fingerprint = {}, hashlib.sha256()
+    for name, (shape, blocks) in arrays.items():
+        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(ARRAYS[name])), "fortran_order": False, "shape": shape}
+        with open(folder / f"{name}.npy", "wb") as file:
+            np.lib.format.write_array_header_1_0(file, header)
+            for block in blocks:
+                file.write(block)
+                if name in ROWS:
+                    fingerprint.update(block)
+        checksums[name] = checksum(folder / f"{name}.npy")
+    meta = {"format": FORMAT, "stats": asdict(stats), "fingerprint": fingerprint.hexdigest()[:16], "crc32": checksums}
+    meta["rejects"] = [asdict(reject) for reject in tokenized.rejects]
+    meta |= {"unused": tokenized.unused, "turn_ends": tokenized.turn_ends}
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+
+
+def _offsets(shards: Sequence[Shard]) -> Iterator[bytes]:
+    yield np.zeros(1, "<i8").tobytes()
+    end = 0
+    for shard in shards:
+        ends = end + np.cumsum(shard.rows()[:, 0], dtype="<i8")
+        yield ends.tobytes()
+        end = int(ends[-1]) if len(ends) else end
 
 
 def load_cached(folder: Path, paths: Sequence[str]) -> TokenDataset | None:

@@ -11,6 +11,7 @@ import torch
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.data.bad_rows import Reject
+from isoloss.engine.data.mixture import Mixture, order_of
 from isoloss.engine.data.remarks import digest
 from isoloss.engine.data.rows import place_of
 
@@ -49,6 +50,7 @@ class TokenDataset:
     rejects: bad rows that were left out.
     unused: columns that nothing was read from.
     turn_ends: ids of the tokens that end learned turns, by token.
+    mixture: the sources that steps draw rows from by weights; None without weights.
     """
 
     tokens: np.ndarray
@@ -61,6 +63,12 @@ class TokenDataset:
     rejects: Sequence[Reject] = ()
     unused: Sequence[str] = ()
     turn_ends: Mapping[str, int] = field(default_factory=dict)
+    mixture: Mixture | None = None
+
+    @property
+    def order(self) -> int | Mixture:
+        """Return what `step_indices` draws from."""
+        return order_of(len(self), self.mixture)
 
     @cached_property
     def lengths(self) -> np.ndarray:

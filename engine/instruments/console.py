@@ -25,24 +25,27 @@ class Progress:
 
     what, items: words for the line, such as "tokenizing" and "rows of data.train".
     count: function that returns the number of items, called for the first line.
+    done: number of items that were done before.
     """
 
-    def __init__(self, what: str, items: str, count: Callable[[], int], enabled: bool = True):
+    def __init__(self, what: str, items: str, count: Callable[[], int], enabled: bool = True, done: int = 0):
         self._what, self._items, self._count, self._enabled = what, items, count, enabled
-        self._done, self._total = 0, 0
+        self._done, self._before, self._total = done, done, 0
         self._started = monotonic()
         self._next = self._started + FIRST_SECONDS
 
-    def advance(self) -> None:
-        """Count one more item as done."""
-        self._done += 1
+    def advance(self, items: int = 1) -> None:
+        """Count more items as done."""
+        self._done += items
         now = monotonic()
         if not self._enabled or now < self._next:
             return
         self._next = now + EVERY_SECONDS
         self._total = self._total or self._count()
-        left = duration((now - self._started) / self._done * (self._total - self._done))
-        say(f"{self._what} {self._done:,} of {self._total:,} {self._items}  ETA {left}", error=True)
+        rate = (self._done - self._before) / (now - self._started)
+        left = duration((self._total - self._done) / rate)
+        of_all = f"{self._done:,} of {self._total:,} {self._items}"
+        say(f"{self._what} {of_all}  {rate:,.0f} a second  ETA {left}", error=True)
 
 
 def duration(seconds: float) -> str:

@@ -1,7 +1,8 @@
 """Read prompts from rows of files.
 
-A row has `prompt`, text or messages, or `messages`; `to_prompt` names its other columns. Messages are rendered with the
-chat template, up to the start of the assistant's turn; text is encoded as it is.
+A row has `prompt`, text or messages, or `messages`; `columns` makes a `prompt` of the columns of other forms, and
+`to_prompt` names the columns that are not the prompt. Messages are rendered with the chat template, up to the start of
+the assistant's turn; text is encoded as it is.
 """
 
 import hashlib
@@ -9,7 +10,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -25,9 +26,11 @@ from isoloss.engine.data.chat_template import (
     refuse_tools,
     render,
 )
-from isoloss.engine.data.columns import check_columns
+from isoloss.engine.data.columns import check_columns, read_row
 from isoloss.engine.data.dataset import nothing_left
+from isoloss.engine.data.files.sources import files_of, sources_of
 from isoloss.engine.data.messages import check_messages
+from isoloss.engine.data.mixture import Mixture, mixture_of, order_of
 from isoloss.engine.data.remarks import digest
 from isoloss.engine.data.rows import Row, count_rows, listed, shown, unread_rows
 from isoloss.engine.instruments.console import Progress
@@ -36,19 +39,29 @@ from isoloss.parallel.runtime import environment
 from isoloss.parallel.runtime.errors import UserError
 
 PROMPT_KEYS = ("prompt", "messages")
-# In order of precedence; the dotted name is verl's, `solution` TRL's.
-ANSWER_KEYS = ("answer", "ground_truth", "reward_model.ground_truth", "solution")
+# In order of precedence; the dotted name is verl's, `solution` TRL's, `label` slime's.
+ANSWER_KEYS = ("answer", "ground_truth", "reward_model.ground_truth", "solution", "label")
 
 
 @dataclass(frozen=True)
 class PromptSet:
     """The prompts of some files. dropped: number of rows left out for their length. repeated: number of rows left out
-    because an earlier one is alike. rejects: bad rows that were left out."""
+    because an earlier one is alike. rejects: bad rows that were left out. forms: rows by the name of their form.
+    keep_system: number of rows that keep their system message in place of data.system. mixture: the sources that
+    batches draw prompts from by weights; None without weights."""
 
     prompts: tuple[Prompt, ...]
     dropped: int = 0
     repeated: int = 0
     rejects: tuple[Reject, ...] = ()
+    forms: Mapping[str, int] = field(default_factory=dict)
+    keep_system: int = 0
+    mixture: Mixture | None = None
+
+    @property
+    def order(self) -> int | Mixture:
+        """Return what `draw_indices` draws from."""
+        return order_of(len(self.prompts), self.mixture)
 
     def digests(self) -> Iterator[bytes]:
         """Return a digest of the tokens of each prompt."""
@@ -83,10 +96,11 @@ def load_prompts(
     A row's id is "file:line" with the name of its file, or with its path where two files have the same name.
     Raises UserError, one line, for every mistake in files, rows or options.
     """
-    paths: tuple[str, ...] = getattr(data, split)
+    paths = files_of(data.paths(split), f"data.{split}")
     check_template_kwargs(data.template_kwargs, tokenizer)
     names = Counter(os.path.basename(path) for path in set(paths))
-    prompts, dropped, repeated = [], 0, 0
+    prompts, of_file, dropped, repeated, keep_system = [], [], 0, 0, 0
+    forms = Counter[str]()
     known: set[bytes] = set()
     rejects = Rejects(f"data.{split}", paths, data.max_rejects)
     speaks = environment.rank_and_world()[0] == 0  # every rank reads all rows
@@ -94,7 +108,7 @@ def load_prompts(
     for unread in unread_rows(paths, f"data.{split}"):
         progress.advance()
         with rejects.instead_of_error(unread):
-            row = unread.read()
+            row = read_row(unread, data, prompts=True)
             if duplicates == "drop" and (question := _digest(row)) in known:
                 repeated += 1
                 continue
@@ -107,6 +121,9 @@ def load_prompts(
                 known.add(question)
             if (length := len(prompt.tokens)) <= max_prompt_tokens:
                 prompts.append(prompt)
+                forms[row.form] += 1
+                keep_system += row.keeps_system
+                of_file.append(unread.file)
             elif data.overlong == "drop":
                 dropped += 1
             else:
@@ -116,7 +133,10 @@ def load_prompts(
                 )
     if not prompts:
         raise nothing_left(rejects, dropped, "prompts", f"{limit}={max_prompt_tokens}")
-    return PromptSet(tuple(prompts), dropped, repeated, tuple(rejects.rows))
+    mixture = (
+        mixture_of(data, np.array(of_file), sources_of(data.paths(split), rejects.key)) if split == "train" else None
+    )
+    return PromptSet(tuple(prompts), dropped, repeated, tuple(rejects.rows), forms, keep_system, mixture)
 
 
 def _digest(row: Row) -> bytes:
@@ -128,16 +148,19 @@ def _digest(row: Row) -> bytes:
 def to_prompt(row: Row, template: Template, id: str, source: str) -> Prompt:
     """Return the prompt of a row.
 
-    answer: the row's `answer`, `ground_truth`, `reward_model.ground_truth` or `solution`, the first that is there.
+    answer: the row's value of the first of ANSWER_KEYS that is there.
     source: the row's `data_source`, else `source`.
     extra: all columns but the prompt, `answer` and `data_source`, by their names in the file.
     """
     values, place = row.values, row.place
-    check_columns(values, place)
+    check_columns(values, place, row.took)
     key = next((key for key in PROMPT_KEYS if key in values), None)
     if key is None:
         keys = listed(sorted(values)) or "none"
-        raise UserError(f"{place}: no prompt (keys: {keys}): a row has `prompt` (text or messages) or `messages`")
+        raise UserError(
+            f"{place}: no prompt (keys: {keys}): a row has `prompt` (text or messages) or `messages`, or a form of "
+            "docs/data.md"
+        )
     value = values[key]
     if isinstance(value, str) and key == "prompt":
         tokens, prompt = encode_text(value, template), value

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from isoloss.engine.data.remarks import repeat_lines
+from isoloss.engine.data.columns import mapping_lines
+from isoloss.engine.data.mixture import told
+from isoloss.engine.data.remarks import OWN_SYSTEM, remark_lines, repeat_lines
 from isoloss.engine.data.show_rows import rows_to_show, shown_prompt
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.experience import RolloutBatch
@@ -154,14 +156,19 @@ def banner(config: RLConfig, data: RLData, run: Run) -> list[str]:
     held_out = "no data.eval"
     if data.eval:
         held_out = f"evaluated on {len(data.eval.prompts):,} of {', '.join(config.data.eval)}"
-    prompts = f"prompts: {len(data.train.prompts):,} of {', '.join(config.data.train)}{dropped}; {held_out}"
+    prompts = f"prompts: {len(data.train.prompts):,} of {', '.join(config.data.paths('train'))}{dropped}; {held_out}"
     work = (
         f"algorithm: {algorithm.advantage} advantages, {algorithm.loss} loss, {config.loss.aggregation}; "
         f"{config.batch.global_size} prompts x {rollout.num_generations} completions -> {algorithm.minibatches} "
         f"mini-batches of {batch // algorithm.minibatches} x {algorithm.epochs} epochs"
     )
-    lines = [prompts, *data.rejects(config.data).lines(run.output_dir)]
+    drawn = run.total_steps // config.steps_per_batch * config.batch.global_size
+    mixture = told(data.train.mixture, drawn, "prompt")
+    lines = [prompts, *mixture, *data.rejects(config.data).lines(run.output_dir)]
     if is_main():
+        for key, rows in (("data.train", data.train), ("data.eval", data.eval)):
+            lines += mapping_lines(key, rows.forms, config.data, prompts=True) if rows else []
+            lines += remark_lines(key, {}, {OWN_SYSTEM: rows.keep_system}) if rows else []
         held_out_digests = data.eval.digests() if data.eval else ()
         lines += repeat_lines(data.train.digests(), held_out_digests, config.batch.global_size, "prompt", "batch")
     lines.append(work)

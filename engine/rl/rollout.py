@@ -17,6 +17,7 @@ from isoloss.engine.rl.backends.protocol import RolloutBackend
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.in_flight import Asked, Choice, InFlight
 from isoloss.engine.rl.prompt_ledger import Ledger
+from isoloss.engine.rl.prompts import PromptSet
 from isoloss.engine.rl.reward.rewarder import check_rewarded
 from isoloss.engine.rl.reward.scoring import GivesRewards, Scoring
 from isoloss.engine.rl.trajectory import Group, Prompt, Sampling, Trajectory
@@ -61,11 +62,12 @@ class Rollout:
         backend: RolloutBackend,
         rewarder: GivesRewards | None,
         config: RLConfig,
-        prompts: Sequence[Prompt],
+        prompts: PromptSet,
         stop_token_ids: tuple[int, ...],
         offloadables: Sequence[Offloadable] = (),
     ):
-        self.engine, self.backend, self._prompts = engine, backend, prompts
+        self.engine, self.backend = engine, backend
+        self._prompts, self._order = prompts.prompts, prompts.order
         self._seed, self._generations = config.train.seed, config.rollout.num_generations
         self._reward = config.reward
         self._rank0 = RankZero(patient=watchdog.patient)
@@ -205,7 +207,7 @@ class Rollout:
         if not draws:
             return {}
         first = min(draws)
-        indices = draw_indices(len(self._prompts), first, max(draws) - first + 1, self._seed).tolist()
+        indices = draw_indices(self._order, first, max(draws) - first + 1, self._seed).tolist()
         prompts = [self._prompts[indices[draw - first]] for draw in draws]
         return {
             draw: (prompt, [f"{prompt.id}/{draw}/{k}" for k in range(self._generations)])

@@ -14,6 +14,7 @@ from isoloss.engine.config import rules
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.chat_template import NOTHING
 from isoloss.engine.data.dataset import check_files, steps_for_epochs
+from isoloss.engine.data.mixture import content
 from isoloss.engine.data.turn_ends import turn_ends
 from isoloss.engine.rl.backends.local.megatron_backend import MegatronBackend
 from isoloss.engine.rl.backends.local.transformers_backend import TransformersBackend
@@ -45,12 +46,12 @@ class RLData(Data[PromptSet]):
         """Return fingerprints of the prompts, the tokens that end completions and the vocabulary of rewards' texts."""
         vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()
         prompts = (
-            "a file of data.train or its name, data.max_length, data.overlong, data.duplicates, data.template_kwargs, "
-            "data.date, the tokenizer or its chat template"
+            "a file of data.train, its name or weight, data.columns, data.system, data.max_length, data.overlong, "
+            "data.duplicates, data.template_kwargs, data.date, the tokenizer or its chat template"
         )
         stops = "eos_token_id of generation_config.json, or eos_token of the tokenizer,"
         return [
-            Fingerprint("the content of data.train", self.train.fingerprint, prompts),
+            Fingerprint("the content of data.train", content(self.train.fingerprint, self.train.mixture), prompts),
             Fingerprint("the list of tokens that end a completion", str(list(self.stop_token_ids)), stops),
             Fingerprint("the vocabulary", hashlib.sha256(vocabulary).hexdigest()[:16], "the tokenizer"),
         ]
@@ -134,7 +135,7 @@ def open_rollout(
     backend = open_backend(config, engine, output_dir)
     try:
         backend.check_health()
-        rollout = Rollout(engine, backend, rewarder, config, data.train.prompts, data.stop_token_ids, offloadables)
+        rollout = Rollout(engine, backend, rewarder, config, data.train, data.stop_token_ids, offloadables)
         with contextlib.closing(rollout):
             yield rollout
     finally:

@@ -10,6 +10,7 @@ from isoloss.engine.batching.sample import grouped_by_prompt
 from isoloss.engine.config.schema import Config
 from isoloss.engine.data import remarks
 from isoloss.engine.data.chat import load_tokenizer
+from isoloss.engine.data.columns import mapping_lines
 from isoloss.engine.data.dataset import (
     check_files,
     load_dataset,
@@ -17,6 +18,7 @@ from isoloss.engine.data.dataset import (
     steps_for_epochs,
     unigram_nats,
 )
+from isoloss.engine.data.mixture import content, told
 from isoloss.engine.data.rows import listed
 from isoloss.engine.data.show_rows import coloured, rows_to_show, shown_row
 from isoloss.engine.data.token_dataset import TokenDataset
@@ -44,10 +46,11 @@ class RunData(Data[TokenDataset]):
 
     def fingerprints(self) -> list[Fingerprint]:
         decided_by = (
-            "a file of data.train, data.max_length, data.overlong, data.template_kwargs, data.date, the tokenizer or "
-            "its chat template"
+            "a file of data.train or its weight, data.columns, data.system, data.max_length, data.overlong, "
+            "data.template_kwargs, data.date, the tokenizer or its chat template"
         )
-        return [Fingerprint("the content of data.train", self.train.fingerprint, decided_by)]
+        now = content(self.train.fingerprint, self.train.mixture)
+        return [Fingerprint("the content of data.train", now, decided_by)]
 
 
 def train_sft(config: Config, run_name: str) -> RunResult:
@@ -70,7 +73,7 @@ def _train(config: Config, data: RunData, engine: Engine, run: Run) -> RunResult
         run.print(shown_rows(config, data, engine.arch.vocab_size))
 
     for step in run.steps(lambda step: evaluate(engine, data.eval)):
-        rows = step_indices(len(data.train), step, config.batch.global_size, config.train.seed)
+        rows = step_indices(data.train.order, step, config.batch.global_size, config.train.seed)
         samples = grouped_by_prompt([data.train[int(row)] for row in rows])
         metrics, result = engine.train_step(samples, loss, run.lr(), run.limits())
         run.log(samples, metrics, result)
@@ -102,7 +105,7 @@ def load_data(config: Config, arch: Architecture) -> RunData:
 def banner(config: Config, data: RunData, run: Run) -> list[str]:
     """Return the lines that a run begins with."""
     random = f", random weights (train.seed={config.train.seed})" if config.model.from_scratch else ""
-    rows = f"data: {len(data.train):,} rows of {', '.join(config.data.train)}; " + (
+    rows = f"data: {len(data.train):,} rows of {', '.join(config.data.paths('train'))}; " + (
         f"evaluated on {', '.join(config.data.eval)}" if config.data.eval else "no data.eval"
     )
     work = f"steps of {config.batch.global_size} sequences"
@@ -110,6 +113,7 @@ def banner(config: Config, data: RunData, run: Run) -> list[str]:
         random or ", its weights",
         [
             rows,
+            *told(data.train.mixture, run.total_steps * config.batch.global_size, "row"),
             *data.rejects(config.data).lines(run.output_dir),
             *unused_columns(data),
             *(odd_rows(config, data) if is_main() else ()),
@@ -125,6 +129,7 @@ def odd_rows(config: Config, data: RunData) -> list[str]:
     held_out = data.eval.digests() if data.eval else ()
     lines = remarks.repeat_lines(data.train.digests(), held_out, config.batch.global_size, "row", "step")
     for key, rows in (("data.train", data.train), ("data.eval", data.eval)):
+        lines += mapping_lines(key, rows.stats.forms, config.data) if rows else []
         lines += remarks.remark_lines(key, rows.stats.forms, rows.stats.remarks) if rows else []
     return lines
 

@@ -119,7 +119,7 @@ MODEL_AND_FILES = (
     told("missing data file", "data.train={inputs}/row.jsonl", "data.train", "did you mean {inputs}/rows.jsonl"),
     told("missing evaluation file", "data.eval={inputs}/row.jsonl", "data.eval", "did you mean {inputs}/rows.jsonl"),
     told("folder for a file", "data.train={inputs}", "data.train", "{inputs}", "folder"),
-    told("kind of file", "data.train={inputs}/model/config.json", "data.train", "config.json", ".jsonl"),
+    told("kind of file", "data.train={inputs}/model/chat_template.jinja", "data.train", "jinja", ".jsonl"),
     told("positions", "data.max_length=257", "=257", "max_position_embeddings=256"),
     told("row over data.max_length", "data.max_length=30", "rows.jsonl:2", "data.max_length=30", "data.overlong"),
     told("every row dropped", ("data.max_length=8", "data.overlong=drop"), "12 rows", "data.max_length=8"),
@@ -137,7 +137,7 @@ GOOD_ROW = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant"
 ROWS = (
     ("malformed JSON", '{"messages": [', ("not JSON", "column")),
     ("not an object", "[1, 2]", ("JSON object", "list [1, 2]")),
-    ("unknown kind", '{"question": "a", "answer": "b"}', ("answer, question", "`messages`")),
+    ("unknown kind", '{"sum": "a", "total": "b"}', ("sum, total", "`messages`")),
     ("messages of the wrong type", '{"messages": "hello"}', ("`messages`", "str 'hello'")),
     ("no assistant turn", '{"messages": [{"role": "user", "content": "a"}]}', ("no assistant turn", "roles: user")),
     ("mask of zeros", '{"prompt": "a", "completion": ""}', ("`completion`", "target")),

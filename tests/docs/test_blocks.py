@@ -1,8 +1,8 @@
 """What README.md and docs/*.md tell a reader to type works as it is written.
 
 A page's blocks run in order, in one working folder with the models and data that the page speaks of. Every fenced
-block has a language: `sh` runs, `python` runs or becomes a file, `text` is a picture. A comment right before a block
-says more:
+block has a language: `sh` runs, `python` runs or becomes a file, `json` becomes a file, `text` is a picture. A comment
+right before a block says more:
 
     <!-- file: NAME -->         the block is a file that later blocks use
     <!-- exit status: N -->     that of its last command
@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes" / "assets" / "tiny"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LANGUAGES = ("sh", "python", "text")
+LANGUAGES = ("sh", "python", "json", "text")
 MARKS = ("file", "exit status", "not run", "dry run")
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[a-z ]+): (?P<value>.+?) -->\n)?^```(?P<language>.*)\n(?P<text>(?:.*\n)*?)^```$", re.M
@@ -63,7 +63,7 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        return self.language in ("sh", "python") and not self.mark.endswith(" run") and not self.is_make
+        return self.language in ("sh", "python", "json") and not self.mark.endswith(" run") and not self.is_make
 
 
 def blocks_of(text: str, page: str) -> list[Block]:

@@ -12,6 +12,7 @@ from support.servers.fake_servers import ENGINE, FakeServers, Rewards, length
 from isoloss.engine.config.schema import BatchConfig, ModelConfig
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.engine.rl.group_sampling import sample_groups
+from isoloss.engine.rl.prompts import PromptSet
 from isoloss.engine.rl.rollout import MAX_ATTEMPTS, Rollout
 from isoloss.engine.rl.trajectory import Group, Prompt
 from isoloss.parallel import UserError
@@ -45,7 +46,7 @@ class Trainer:
 
     def start(self) -> None:
         self.backend = FakeServers(BATCH * GENERATIONS)
-        self.rollout = Rollout(ENGINE, self.backend, self.rewards, self.config, PROMPTS, ())
+        self.rollout = Rollout(ENGINE, self.backend, self.rewards, self.config, PromptSet(tuple(PROMPTS)), ())
         if (self.folder / "state").exists():
             done, state = torch.load(self.folder / "state", weights_only=True)
             self.rollout.restore(state)

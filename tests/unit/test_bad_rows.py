@@ -14,7 +14,7 @@ from isoloss.engine.data import dataset as data_module
 from isoloss.engine.data.bad_rows import Reject, RejectsOfRun
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.dataset import load_dataset
-from isoloss.engine.data.rows import MAX_DEPTH
+from isoloss.engine.data.files.values import MAX_DEPTH
 from isoloss.engine.rl.prompts import load_prompts
 from isoloss.parallel.runtime.errors import UserError
 
@@ -64,7 +64,7 @@ UNREADABLE = (
 # For supervised fine-tuning.
 SFT = (
     ("empty object", {}, "unknown kind of row (keys: none)"),
-    ("columns of another kind", {"question": "a", "answer": "b"}, "unknown kind of row (keys: answer, question)"),
+    ("columns of another kind", {"sum": "a", "total": "b"}, "unknown kind of row (keys: sum, total)"),
     ("null alone", {"text": None}, "unknown kind of row (keys: none)"),
     ("long names of columns", {LONG_KEY: 1}, "unknown kind of row (keys: k k k"),
     ("a prompt without completion", {"prompt": "a"}, "unknown kind of row (keys: prompt)"),

@@ -23,10 +23,17 @@ def test_a_long_task_tells_how_far_it_is(clock, capsys):
         for _ in range(1000):
             progress.advance()
     assert capsys.readouterr().err.splitlines() == [
-        "tokenizing 9,001 of 300,000 rows of data.train  ETA 0:02:42",
-        "tokenizing 29,001 of 300,000 rows of data.train  ETA 0:02:20",
+        "tokenizing 9,001 of 300,000 rows of data.train  1,800 a second  ETA 0:02:42",
+        "tokenizing 29,001 of 300,000 rows of data.train  1,933 a second  ETA 0:02:20",
     ]
     assert counted == [1]
+
+
+def test_what_was_done_before_has_taken_no_time(clock, capsys):
+    progress = Progress("tokenizing", "rows", lambda: 1000, done=900)
+    clock[0] += 10.0
+    progress.advance(50)
+    assert capsys.readouterr().err == "tokenizing 950 of 1,000 rows  5 a second  ETA 0:00:10\n"
 
 
 @pytest.mark.parametrize(("seconds", "enabled"), [(4.9, True), (60.0, False)])

@@ -132,8 +132,7 @@ def test_bad_files(load, write, tmp_path):
     bad = {
         tmp_path / "trian.jsonl": r"data.train: no such file: .*trian.jsonl; did you mean .*train.jsonl",
         tmp_path / "no" / "x.jsonl": "data.train: no such file: .*there is no folder",
-        tmp_path: "data.train: .* is a folder",
-        write("a,b", name="rows.csv"): r"data.train: .*rows.csv is of kind '.csv'.*\.jsonl.*\.parquet",
+        write("a b", name="rows.txt"): r"data.train: .*rows.txt is of kind '.txt'.*\.jsonl.*\.parquet",
         write("not parquet", name="rows.parquet"): "data.train: .*rows.parquet cannot be read as Parquet",
         write("", name="empty.jsonl"): "data.train: no rows in .*empty.jsonl",
     }
@@ -448,5 +447,5 @@ def test_order_depends_on_nothing_else():
     # Two steps of 8 are one of 16: the global size only cuts the stream.
     halves = [step_indices(1000, 14, 8, 3), step_indices(1000, 15, 8, 3)]
     assert np.array_equal(np.concatenate(halves), first)
-    with pytest.raises(ValueError, match="num_rows=0"):
+    with pytest.raises(ValueError, match="rows=0"):
         step_indices(0, 0, 1, 0)

@@ -25,6 +25,7 @@ from isoloss.engine.config.schema import Config, DataConfig
 from isoloss.engine.data import rows
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.dataset import load_dataset
+from isoloss.engine.data.files import opening
 from isoloss.engine.data.token_cache import checksum
 from isoloss.engine.rl import user_functions
 from isoloss.engine.rl.backends.local import transformers_backend
@@ -367,7 +368,7 @@ def test_json_of_any_size_is_not_read(name, model):
 
 @pytest.mark.parametrize("text", ("plain", "dictionary", "nested"))
 def test_parquet_of_a_few_bytes_that_holds_too_much(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(opening, "FREE_BYTES", 1 << 20)
     same = pa.DictionaryArray.from_arrays(pa.array([0] * 640, pa.int32()), pa.array(["a" * 100_000]))
     column = {
         "plain": same.dictionary_decode(),
@@ -377,10 +378,10 @@ def test_parquet_of_a_few_bytes_that_holds_too_much(text, tmp_path, monkeypatch)
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"text": column}), path, row_group_size=64)
     assert path.stat().st_size < 50_000
-    monkeypatch.setattr(rows, "MAX_GROWTH", 100)
+    monkeypatch.setattr(opening, "MAX_GROWTH", 100)
     with pytest.raises(UserError, match=r"^data.train: .*rows.parquet: its rows up to 64 hold more than 100 times"):
         next(rows.unread_rows([str(path)], "data.train"))
-    monkeypatch.setattr(rows, "FREE_BYTES", 1 << 30)
+    monkeypatch.setattr(opening, "FREE_BYTES", 1 << 30)
     assert sum(1 for _ in rows.unread_rows([str(path)], "data.train")) == 640
 
 

@@ -149,7 +149,7 @@ def test_overlong(load, write):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"question": "x"}, r"train.jsonl:2: no prompt \(keys: question\): .*`prompt`.*`messages`"),
+        ({"sum": "x"}, r"train.jsonl:2: no prompt \(keys: sum\): .*`prompt`.*`messages`"),
         ({"prompt": ""}, "train.jsonl:2: `prompt` is empty"),
         ({"prompt": " \n"}, "train.jsonl:2: `prompt` is empty"),
         ({"prompt": []}, r"train.jsonl:2: `prompt` must be text or a list"),

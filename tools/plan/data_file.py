@@ -53,16 +53,17 @@ def plan_data(config: Config, arch: Architecture, layout: Layout) -> DataPlan:
         prompts = setup.load_data(config, arch).train
         lengths = np.array([len(prompt.tokens) for prompt in prompts.prompts])
         dropped, truncated, rejected = prompts.dropped, 0, len(prompts.rejects)
+        order = prompts.order
         trained, copies = lengths + config.rollout.max_new_tokens, config.rollout.num_generations
     else:
         rows = loop.load_data(config, arch).train
         lengths, dropped, truncated = rows.lengths, rows.stats.dropped, rows.stats.truncated
         rejected = len(rows.rejects)
-        trained, copies = lengths, 1
+        trained, copies, order = lengths, 1, rows.order
     costs, budget = CostModel.of(arch), config.batch.max_tokens
     counts, fills, imbalances = [], [], []
     for step in range(STEPS):
-        taken = step_indices(len(trained), step, config.batch.global_size, config.train.seed)
+        taken = step_indices(order, step, config.batch.global_size, config.train.seed)
         of_step = np.repeat(trained[taken], copies)[: sequences(config)]
         plan = make_plan(of_step, layout.dp, budget, costs, layout.pp if layout.vpp > 1 else 1)
         counts.append(plan.num_micro_batches)

@@ -74,7 +74,7 @@ def first_batch(config: Config, bug: PlantedBug) -> list[Sample]:
     Raises UserError if there are not at least two different rows.
     """
     data = load_data(config, read_architecture(config.model.path))
-    rows = step_indices(len(data.train), 0, config.batch.global_size, config.train.seed)
+    rows = step_indices(data.train.order, 0, config.batch.global_size, config.train.seed)
     if len(set(rows.tolist())) < 2:
         raise UserError(
             f"batch.global_size={config.batch.global_size} of the {len(data.train)} rows of data.train is one row over "

@@ -18,6 +18,7 @@ from isoloss.engine.rl.backends.servers.server import ServerLost
 from isoloss.engine.rl.backends.sglang.server import SGLangServer
 from isoloss.engine.rl.backends.sglang.weights import weight_sync
 from isoloss.engine.rl.config import RLConfig, RolloutConfig
+from isoloss.engine.rl.prompts import PromptSet
 from isoloss.engine.rl.reward.rewarder import Scored
 from isoloss.engine.rl.rollout import Rollout
 from isoloss.engine.rl.trajectory import Completion, Prompt
@@ -91,7 +92,7 @@ def campaign(
         ),
     )
     backend = ServerBackend(config.rollout, model_folder, VOCAB, logs, SGLangServer, weight_sync)
-    rollout = Rollout(cast(Engine, weights), backend, Unrewarded(), config, [], ())
+    rollout = Rollout(cast(Engine, weights), backend, Unrewarded(), config, PromptSet(()), ())
     try:
         _step(rollout, weights, found, version=0)
         for version, kinds in enumerate(_steps(chance, faults), 1):

@@ -1,0 +1,1 @@
+"""Read the rows of files, folders, globs and data sets of the Hugging Face hub."""
