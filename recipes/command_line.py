@@ -12,6 +12,8 @@ from isoloss.engine.config.schema import Config
 from isoloss.parallel import UserError
 from isoloss.parallel.runtime import environment
 
+CONFIG_ENDINGS = (".yaml", ".yml")  # of files that config=FILE takes; others need no such ending
+
 # Keys that only evaluations read.
 EVALUATION_KEYS = ("train.eval_every", "rollout.eval_temperature", "rollout.eval_top_p")
 
@@ -42,7 +44,7 @@ def refuse_repeated(cls: Any, overrides: Sequence[str]) -> None:
     seen: dict[str, str] = {}
     for override in overrides:
         key, equals, value = override.partition("=")
-        if not equals:
+        if not equals or key == "config":  # of several files the later wins, key by key
             continue
         if key in seen:
             both = f"{seen[key].strip('[]')},{value.strip('[]')}"
@@ -64,8 +66,8 @@ def refuse_options(options: Collection[str], words: Sequence[str]) -> None:
     if not equals and following and not following[0].startswith("-") and "=" not in following[0]:
         value = following[0]
     key = name.lstrip("-").replace("-", "_")
-    if key == "config" or value.endswith((".yaml", ".yml")):
-        hint = "a configuration is preset=NAME and keys, written as key=value"
+    if key == "config" or value.endswith(CONFIG_ENDINGS):
+        hint = f"write config={value or 'FILE'}"
     else:
         hint = f"write keys as key=value, such as {key_of(key) or key}={value or 'VALUE'}"
     raise UserError(f"there is no option {name}; {hint}")

@@ -18,7 +18,7 @@ def build(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     for key in values:
         if key not in types_of:
             raise UserError(unknown_key(f"{prefix}{key}", known_keys(cls, prefix)))
-    return cls(**{key: _convert(types_of[key], value, f"{prefix}{key}") for key, value in values.items()})
+    return cls(**{key: convert(types_of[key], value, f"{prefix}{key}") for key, value in values.items()})
 
 
 def defaults(cls: Any) -> dict[str, Any]:
@@ -34,8 +34,13 @@ def defaults(cls: Any) -> dict[str, Any]:
     return values
 
 
-def unknown_key(key: str, known: list[str]) -> str:
-    """Return the message for a key that does not exist, with the nearest of `known`."""
+def unknown_key(key: str, known: list[str], of_others: Mapping[str, str] = types.MappingProxyType({})) -> str:
+    """Return the message for a key that does not exist, with the nearest of `known`.
+
+    of_others: recipes that have a key, by the key.
+    """
+    if key in of_others:
+        return f"{key} is a key of {of_others[key]}, not of this recipe; leave it out"
     if members := [k for k in known if k.startswith(f"{key}.")]:
         return f"{key!r} is a group, not a key; its keys are {', '.join(members)}"
     # The right name in the wrong group is likelier than another name in the right group.
@@ -67,7 +72,7 @@ def key_types(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", kind
 
 
-def _convert(kind: Any, value: Any, key: str) -> Any:
+def convert(kind: Any, value: Any, key: str) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
@@ -76,7 +81,7 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
     if origin in (types.UnionType, typing.Union):
         if value is None:
             return None
-        return _convert(next(a for a in args if a is not type(None)), value, key)
+        return convert(next(a for a in args if a is not type(None)), value, key)
     if origin is Literal:
         return value  # the class compares it with its choices
     if origin is Mapping:
@@ -87,7 +92,7 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
         items = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(items, (list, tuple)) or (args[-1] is not Ellipsis and len(items) != len(args)):
             raise UserError(f"{key}={value!r} must be a list" + ("" if args[-1] is Ellipsis else f" of {len(args)}"))
-        return tuple(_convert(args[0], item, key) for item in items)
+        return tuple(convert(args[0], item, key) for item in items)
     if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
             return float(value)  # YAML reads 1e-5 as a string

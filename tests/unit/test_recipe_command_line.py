@@ -43,7 +43,7 @@ def said(monkeypatch, capsys, recipe: str, words: list[str]) -> str:
         ("sft", [*RUN, "--lr", "1e-4"], "there is no option --lr; write keys as key=value, such as lr=1e-4"),
         ("sft", [*RUN, "--learning-rate=1e-4"], "such as optim.lr=1e-4"),
         ("grpo", ["--max_steps", "7", *RUN], "such as train.steps=7"),
-        ("sft", ["--config", "f.yaml"], "there is no option --config; a configuration is preset=NAME"),
+        ("sft", ["--config", "f.yaml"], "there is no option --config; write config=f.yaml"),
         ("sft", ["--cf", *RUN], "there is no option --cf; "),
         ("sft", ["model.path", "=", "DIR"], "write model.path=DIR in one word"),
         ("sft", ["model.path=", "DIR", *RUN[1:]], "write model.path=DIR in one word"),
