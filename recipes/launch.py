@@ -30,7 +30,7 @@ from isoloss.engine.instruments import startup
 from isoloss.engine.instruments.console import say
 from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import PreemptedError, UserError
-from isoloss.parallel.runtime import environment
+from isoloss.parallel.runtime import environment, program
 from isoloss.parallel.runtime.errors import PREEMPTED
 from isoloss.recipes import command_line, config_files, interrupts
 
@@ -79,7 +79,7 @@ def main(recipe: str, argv: Sequence[str] | None = None) -> int:
 def _main(recipe: str, argv: Sequence[str] | None) -> int:
     config_class = RECIPES[recipe].config
     parser = argparse.ArgumentParser(
-        prog=f"python -m isoloss.recipes.{recipe}",
+        prog=program.name_of(f"isoloss.recipes.{recipe}"),
         description=f"Run the {recipe} recipe; several ranks: torchrun --nproc_per_node N -m isoloss.recipes.{recipe}",
         epilog=f"presets: {', '.join(presets(recipe))}",
         add_help=False,
@@ -92,6 +92,7 @@ def _main(recipe: str, argv: Sequence[str] | None) -> int:
         "-h", "--help", nargs="?", const="", metavar="GROUP", help="tell about every key, or those of a group, and stop"
     )
     parser.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
+    program.add_version(parser)
     words = sys.argv[1:] if argv is None else argv
     arguments, options = parser.parse_known_args(words)
     try:

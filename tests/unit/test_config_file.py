@@ -59,8 +59,10 @@ texts = st.text() | st.sampled_from(
 )
 
 
-@given(st.dictionaries(st.text(st.characters(codec="ascii", categories=["L"]), min_size=1), scalars | texts | st.lists(texts)),
-       texts)  # fmt: skip
+names = st.text(st.characters(codec="ascii", categories=["L"]), min_size=1)
+
+
+@given(st.dictionaries(names, scalars | texts | st.lists(texts)), texts)
 @settings(max_examples=150, deadline=None)
 def test_any_value_survives(kwargs, folder):
     values = {"model": {"path": folder}, "data": {"template_kwargs": kwargs}}
