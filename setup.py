@@ -24,6 +24,7 @@ setup(
     package_data={
         "": ["py.typed"],
         "isoloss.recipes": ["conf/**/*.yaml", "assets/**/*"],
+        "isoloss.engine": ["config/trainers/*.toml"],
         "isoloss.tools.migrate": ["*.toml"],
     },
 )

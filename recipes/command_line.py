@@ -5,7 +5,7 @@ import typing
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from isoloss.engine.config.elsewhere import key_of
+from isoloss.engine.config.elsewhere import explanation, key_of
 from isoloss.engine.config.help import as_written
 from isoloss.engine.config.parse import defaults, key_types
 from isoloss.engine.config.schema import Config
@@ -68,6 +68,8 @@ def refuse_options(options: Collection[str], words: Sequence[str]) -> None:
     key = name.lstrip("-").replace("-", "_")
     if key == "config" or value.endswith(CONFIG_ENDINGS):
         hint = f"write config={value or 'FILE'}"
+    elif reason := None if key_of(key) else explanation(key):
+        hint = reason
     else:
         hint = f"write keys as key=value, such as {key_of(key) or key}={value or 'VALUE'}"
     raise UserError(f"there is no option {name}; {hint}")

@@ -45,12 +45,13 @@ def unknown_key(key: str, known: list[str], of_others: Mapping[str, str] = types
         return f"{key!r} is a group, not a key; its keys are {', '.join(members)}"
     # The right name in the wrong group is likelier than another name in the right group.
     same_name = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    near = difflib.get_close_matches(key, same_name, n=1, cutoff=0) or difflib.get_close_matches(key, known, 1, 0.5)
-    translated = elsewhere.key_of(key)
-    guess = translated if translated in known else near[0] if near else None
-    if translated not in known and not same_name and (explanation := elsewhere.explanation(key)):
+    near = difflib.get_close_matches(key, same_name, n=1, cutoff=0)
+    if (translated := elsewhere.key_of(key)) in known:
+        near = [translated]
+    elif not near and (explanation := elsewhere.explanation(key, {name.partition(".")[0] for name in known})):
         return f"unknown key {key!r}: {explanation}"
-    return f"unknown key {key!r}" + (f"; did you mean {guess!r}?" if guess else f"; known keys: {', '.join(known)}")
+    near = near or difflib.get_close_matches(key, known, 1, 0.5)
+    return f"unknown key {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}")
 
 
 def mappings(cls: Any) -> list[str]:
