@@ -33,6 +33,7 @@ from isoloss.parallel import PreemptedError, UserError
 from isoloss.parallel.runtime import environment, program
 from isoloss.parallel.runtime.errors import PREEMPTED
 from isoloss.recipes import command_line, config_files, interrupts
+from isoloss.recipes.config_files import ConfigFiles
 
 CONF = Path(__file__).parent / "conf"
 ASSETS = Path(__file__).parent / "assets"
@@ -151,11 +152,19 @@ def presets(recipe: str) -> list[str]:
 def compose_config(
     recipe: str, config_class: type[ConfigT], overrides: Sequence[str]
 ) -> tuple[ConfigT, dict[str, Any], str]:
-    """Compose the preset, the files of config=FILE and the overrides, of which a later one wins. Return the checked
-    configuration, its plain values, and the preset's name.
+    """Compose a configuration. Return it, checked, with its plain values and the preset's name. Raises UserError."""
+    values, preset, files = compose_values(recipe, config_class, overrides)
+    try:
+        return build(config_class, values), values, preset
+    except UserError as error:
+        raise UserError(f"{error}{files.place(str(error), overrides)}") from None
 
-    Raises UserError.
-    """
+
+def compose_values(
+    recipe: str, config_class: type[Config], overrides: Sequence[str]
+) -> tuple[dict[str, Any], str, ConfigFiles]:
+    """Compose the preset, the files of config=FILE and the overrides, of which a later one wins. Return plain values,
+    which are not checked with each other, the preset's name, and the files. Raises UserError."""
     files, overrides = config_files.read(config_class, overrides, _keys_of_others(config_class))
     record(files.files)
     named = files.give("model.path") or any(override.startswith("model.path=") for override in overrides)
@@ -173,12 +182,7 @@ def compose_config(
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(" ".join(str(error).split())) from None
     assert isinstance(composed, dict)
-    values = {str(key): value for key, value in composed.items()}
-    try:
-        config = build(config_class, values)
-    except UserError as error:
-        raise UserError(f"{error}{files.place(str(error), overrides)}") from None
-    return config, values, preset
+    return {str(key): value for key, value in composed.items()}, preset, files
 
 
 def _for_hydra(config_class: type[Config], overrides: Sequence[str]) -> tuple[str | None, list[str]]:
