@@ -3,6 +3,7 @@
 import shlex
 import typing
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from isoloss.engine.config.elsewhere import explanation, key_of
@@ -14,6 +15,7 @@ from isoloss.parallel.runtime import environment
 
 CONFIG_ENDINGS = (".yaml", ".yml")  # of files that config=FILE takes; others need no such ending
 
+START = "runs/sft-sort"  # of the presets `tiny` of reinforcement learning, and of the Makefile
 # Keys that only evaluations read.
 EVALUATION_KEYS = ("train.eval_every", "rollout.eval_temperature", "rollout.eval_top_p")
 
@@ -112,6 +114,15 @@ def refuse_without_effect(cls: Any, overrides: Sequence[str], values: Mapping[st
                         f"{key}={given[key]} has no effect with {switch}={as_written(value)}: set {switch} to another "
                         f"value, or leave {key} out"
                     )
+
+
+def refuse_missing_start(model_path: str) -> None:
+    """Raise UserError if the model that demonstrations of reinforcement learning begin with was not made yet."""
+    if model_path == f"{START}/hf" and not Path(model_path).exists():
+        raise UserError(
+            f"model.path={model_path}, with which the demonstration begins, was not made yet: run `python -m "
+            f"isoloss.recipes.sft preset=sort output_dir={START}` first, or give model.path=DIR"
+        )
 
 
 def refuse_missing_ranks(recipe: str, config: Config, words: Sequence[str]) -> None:

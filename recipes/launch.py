@@ -87,7 +87,7 @@ def _main(recipe: str, argv: Sequence[str] | None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="preset=NAME, and any key of the configuration"
+        "overrides", nargs="*", metavar="key=value", help="preset=NAME, config=FILE, and any key of the configuration"
     )
     parser.add_argument(
         "-h", "--help", nargs="?", const="", metavar="GROUP", help="tell about every key, or those of a group, and stop"
@@ -112,6 +112,7 @@ def _main(recipe: str, argv: Sequence[str] | None) -> int:
         if arguments.cfg:
             print_once(dump(values))
             return 0
+        command_line.refuse_missing_start(config.model.path)
         command_line.refuse_missing_ranks(recipe, config, words)
         if recorded():
             listed = ", ".join(f"{path} (sha256 {digest[:12]})" for path, digest in recorded().items())

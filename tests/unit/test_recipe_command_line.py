@@ -116,6 +116,14 @@ def test_what_has_an_effect(monkeypatch, capsys, words):
     assert "max_length" in capsys.readouterr().out
 
 
+def test_the_model_of_the_demonstration_was_not_made_yet(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert "isoloss.recipes.sft preset=sort output_dir=runs/sft-sort` first" in said(monkeypatch, capsys, "grpo", [])
+    (tmp_path / f"{command_line.START}/hf").mkdir(parents=True)
+    monkeypatch.setattr(launch, "run", lambda *given: None)
+    assert launch.main("grpo", []) == 0
+
+
 def test_switches_and_what_they_switch_are_keys():
     keys = {name for name, _ in key_types(RLConfig)}
     for of_switch, switches in command_line.WITHOUT_EFFECT.items():

@@ -69,6 +69,6 @@ def search(config: Config, arguments: argparse.Namespace) -> int:
         return 1
     print(search_table(found[:BEST]))
     if arguments.write is not None:
-        file = write_preset(arguments.recipe, arguments.write, found[0])
-        print(f"wrote {file}: preset={arguments.write}")
+        file, word = write_preset(arguments.recipe, arguments.write, found[0])
+        print(f"wrote {file}: {word}")
     return 0
