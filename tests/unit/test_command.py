@@ -64,6 +64,11 @@ def test_a_mistake_is_one_line(word, says, capsys):
     assert out == "" and err.count("\n") == 1 and says in err
 
 
+def test_the_package_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "isoloss", "sfft"], text=True, capture_output=True)
+    assert done.returncode == 2 and "did you mean 'sft'?" in done.stderr
+
+
 def test_a_subcommand_gets_its_words_and_gives_its_status(monkeypatch, capsys):
     started = []
     monkeypatch.setattr(launch, "run", lambda *given: started.append((*given, sys.argv)))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from isoloss.engine.config import config_file
+from isoloss.recipes import launch
 from isoloss.recipes.launch import RECIPES, compose_config
 from isoloss.tools.config import __main__ as config
 
@@ -19,7 +20,9 @@ def runs(tmp_path, monkeypatch) -> None:
         Path(recipe).mkdir()
         values = compose_config(recipe, RECIPES[recipe].config, [])[1]
         Path(recipe, "config.yaml").write_text(config_file.dump(values | {"output_dir": recipe}))
-    Path("my.yaml").write_text("preset: tiny\noptim: {lr: 1e-4, betas: [0.8, 0.9]}\ndata.template_kwargs: {a: no_b}\n")
+    Path("my.yaml").write_text(
+        "preset: tiny\noptim: {lr: 1e-4, betas: [0.8, 0.9]}\ndata: {template_kwargs: {a: no_b}, eval: x}\n"
+    )
 
 
 def diff(capsys, *words: str) -> tuple[int, list[list[str]]]:
@@ -33,6 +36,7 @@ def test_what_differs(runs, capsys):
         1,
         [
             ["key", "of", "sft", "preset=tiny", "my.yaml"],
+            ["data.eval", f"[{launch.ASSETS}/tiny/eval.jsonl]", "[x]"],
             ["data.template_kwargs", "{}", "{a:no_b}"],
             ["optim.lr", "0.004", "0.0001"],
             ["optim.betas", "[0.9,0.95]", "[0.8,0.9]"],

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from isoloss.engine.config.help import as_written
-from isoloss.engine.config.parse import known_keys
+from isoloss.engine.config.parse import convert, key_types
 from isoloss.engine.run.records import CONFIG
 from isoloss.parallel import UserError
 from isoloss.recipes.launch import RECIPES, compose_values
@@ -26,17 +26,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         words = [_override(text) for text in (arguments.first, arguments.second)]
         recipe, sides = _read(words, [arguments.recipe] if arguments.recipe else ["sft", "grpo"])
+        rows = difference(RECIPES[recipe].config, *sides)
     except UserError as error:
         return command_line.tell_mistake(error)
-    rows = difference(known_keys(RECIPES[recipe].config), *sides)
     print(table([(f"key of {recipe}", arguments.first, arguments.second), *rows]) if rows else "no key differs")
     return 1 if rows else 0
 
 
-def difference(keys: Sequence[str], first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the keys whose values differ, with both values as a command line has them."""
-    pairs = [(key, _of(first, key), _of(second, key)) for key in keys]
-    return [(key, _written(one), _written(other)) for key, one, other in pairs if one != other]
+def difference(cls: Any, first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the keys whose values differ, with both values as a command line has them. Raises UserError for a value of
+    a wrong type."""
+    pairs = [
+        (key, convert(kind, _of(first, key), key), convert(kind, _of(second, key), key)) for key, kind in key_types(cls)
+    ]
+    return [(key, as_written(one), as_written(other)) for key, one, other in pairs if one != other]
 
 
 def table(rows: Sequence[tuple[str, str, str]]) -> str:
@@ -82,10 +85,6 @@ def _of(values: Mapping[str, Any], key: str) -> Any:
     for part in key.split("."):
         values = values[part]
     return values
-
-
-def _written(value: Any) -> str:
-    return as_written(tuple(value) if isinstance(value, list) else value)
 
 
 if __name__ == "__main__":
