@@ -100,7 +100,7 @@ def _main(recipe: str, argv: Sequence[str] | None) -> int:
         command_line.refuse_options(options, words)
         if argv is None:
             command_line.refuse_repeated(config_class, arguments.overrides)
-        command_line.refuse_spaces(known_keys(config_class), arguments.overrides)
+        command_line.refuse_spaces([*known_keys(config_class), "preset", "config"], arguments.overrides)
         if arguments.help is not None:
             text = terminal_help(config_class, arguments.help, shutil.get_terminal_size().columns)
             print_once(text if arguments.help else f"{parser.format_help()}\n{text}")

@@ -193,7 +193,7 @@ def test_a_mistake_is_named_with_its_line(text, says, tmp_path, monkeypatch):
         (["--file", "my.yml"], "there is no option --file; write config=my.yml"),
         (["preset=./my.yaml"], "preset=./my.yaml is a file: write config=./my.yaml"),
         (["preset="], "preset='' does not exist"),
-        (["config", "=", "my.yaml"], "cannot read 'config'"),
+        (["config", "=", "my.yaml"], "write config=my.yaml in one word"),
         (["config=my.yaml", "algorithm.kl_estimator=k1"], "has no effect with algorithm.kl_coef=0.0"),
         (["config=my.yaml", "optim.lr=-3"], "optim.lr=-3.0 must not be negative"),
     ],
