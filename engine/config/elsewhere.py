@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 FOLDER = Path(__file__).parent / "trainers"
 # Last parts of names, without the groups before them, by key.
@@ -52,7 +53,7 @@ WITHOUT_A_KEY = {
 }
 
 
-Table = Mapping[str, Mapping[str, object]]
+Table = Mapping[str, Any]  # rows by name
 
 
 def key_of(name: str) -> str | None:
