@@ -175,6 +175,7 @@ lint: install
 links:
 	mkdir -p .links/isoloss
 	for folder in engine models parallel recipes tools; do ln -sfn ../../$$folder .links/isoloss/$$folder; done
+	for file in __init__ __main__; do ln -sfn ../../tools/command/isoloss/$$file.py .links/isoloss/$$file.py; done
 
 types: install links
 	$(BIN)/pyright --pythonpath $(BIN)/python

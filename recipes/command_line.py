@@ -3,15 +3,19 @@
 import shlex
 import typing
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from isoloss.engine.config.elsewhere import key_of
+from isoloss.engine.config.elsewhere import explanation, key_of
 from isoloss.engine.config.help import as_written
 from isoloss.engine.config.parse import defaults, key_types
 from isoloss.engine.config.schema import Config
 from isoloss.parallel import UserError
 from isoloss.parallel.runtime import environment
 
+CONFIG_ENDINGS = (".yaml", ".yml")  # of files that config=FILE takes; others need no such ending
+
+START = "runs/sft-sort"  # of the presets `tiny` of reinforcement learning, and of the Makefile
 # Keys that only evaluations read.
 EVALUATION_KEYS = ("train.eval_every", "rollout.eval_temperature", "rollout.eval_top_p")
 
@@ -42,7 +46,7 @@ def refuse_repeated(cls: Any, overrides: Sequence[str]) -> None:
     seen: dict[str, str] = {}
     for override in overrides:
         key, equals, value = override.partition("=")
-        if not equals:
+        if not equals or key == "config":  # of several files the later wins, key by key
             continue
         if key in seen:
             both = f"{seen[key].strip('[]')},{value.strip('[]')}"
@@ -64,8 +68,10 @@ def refuse_options(options: Collection[str], words: Sequence[str]) -> None:
     if not equals and following and not following[0].startswith("-") and "=" not in following[0]:
         value = following[0]
     key = name.lstrip("-").replace("-", "_")
-    if key == "config" or value.endswith((".yaml", ".yml")):
-        hint = "a configuration is preset=NAME and keys, written as key=value"
+    if key == "config" or value.endswith(CONFIG_ENDINGS):
+        hint = f"write config={value or 'FILE'}"
+    elif reason := None if key_of(key) else explanation(key):
+        hint = reason
     else:
         hint = f"write keys as key=value, such as {key_of(key) or key}={value or 'VALUE'}"
     raise UserError(f"there is no option {name}; {hint}")
@@ -108,6 +114,15 @@ def refuse_without_effect(cls: Any, overrides: Sequence[str], values: Mapping[st
                         f"{key}={given[key]} has no effect with {switch}={as_written(value)}: set {switch} to another "
                         f"value, or leave {key} out"
                     )
+
+
+def refuse_missing_start(model_path: str) -> None:
+    """Raise UserError if the model that demonstrations of reinforcement learning begin with was not made yet."""
+    if model_path == f"{START}/hf" and not Path(model_path).exists():
+        raise UserError(
+            f"model.path={model_path}, with which the demonstration begins, was not made yet: run `python -m "
+            f"isoloss.recipes.sft preset=sort output_dir={START}` first, or give model.path=DIR"
+        )
 
 
 def refuse_missing_ranks(recipe: str, config: Config, words: Sequence[str]) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -23,6 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from isoloss.engine.config.config_file import dump, record, recorded
 from isoloss.engine.config.help import terminal_help
 from isoloss.engine.config.parse import build, defaults, known_keys, mappings, unknown_key
 from isoloss.engine.config.schema import Config
@@ -30,9 +30,10 @@ from isoloss.engine.instruments import startup
 from isoloss.engine.instruments.console import say
 from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import PreemptedError, UserError
-from isoloss.parallel.runtime import environment
+from isoloss.parallel.runtime import environment, program
 from isoloss.parallel.runtime.errors import PREEMPTED
-from isoloss.recipes import command_line, interrupts
+from isoloss.recipes import command_line, config_files, interrupts
+from isoloss.recipes.config_files import ConfigFiles
 
 CONF = Path(__file__).parent / "conf"
 ASSETS = Path(__file__).parent / "assets"
@@ -79,26 +80,27 @@ def main(recipe: str, argv: Sequence[str] | None = None) -> int:
 def _main(recipe: str, argv: Sequence[str] | None) -> int:
     config_class = RECIPES[recipe].config
     parser = argparse.ArgumentParser(
-        prog=f"python -m isoloss.recipes.{recipe}",
+        prog=program.name_of(f"isoloss.recipes.{recipe}"),
         description=f"Run the {recipe} recipe; several ranks: torchrun --nproc_per_node N -m isoloss.recipes.{recipe}",
         epilog=f"presets: {', '.join(presets(recipe))}",
         add_help=False,
         allow_abbrev=False,
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="preset=NAME, and any key of the configuration"
+        "overrides", nargs="*", metavar="key=value", help="preset=NAME, config=FILE, and any key of the configuration"
     )
     parser.add_argument(
         "-h", "--help", nargs="?", const="", metavar="GROUP", help="tell about every key, or those of a group, and stop"
     )
     parser.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
+    program.add_version(parser)
     words = sys.argv[1:] if argv is None else argv
     arguments, options = parser.parse_known_args(words)
     try:
         command_line.refuse_options(options, words)
         if argv is None:
             command_line.refuse_repeated(config_class, arguments.overrides)
-        command_line.refuse_spaces(known_keys(config_class), arguments.overrides)
+        command_line.refuse_spaces([*known_keys(config_class), "preset", "config"], arguments.overrides)
         if arguments.help is not None:
             text = terminal_help(config_class, arguments.help, shutil.get_terminal_size().columns)
             print_once(text if arguments.help else f"{parser.format_help()}\n{text}")
@@ -108,9 +110,13 @@ def _main(recipe: str, argv: Sequence[str] | None) -> int:
         if argv is None:
             command_line.refuse_without_effect(config_class, arguments.overrides, values)
         if arguments.cfg:
-            print_once(yaml.safe_dump(values, sort_keys=False))
+            print_once(dump(values))
             return 0
+        command_line.refuse_missing_start(config.model.path)
         command_line.refuse_missing_ranks(recipe, config, words)
+        if recorded():
+            listed = ", ".join(f"{path} (sha256 {digest[:12]})" for path, digest in recorded().items())
+            print_once(f"configuration: preset={preset}, then {listed}\n")
         announce(recipe, config)
         startup.prepare(config)  # torch must not be imported before
         run(recipe, config, f"{recipe}-{preset}")
@@ -148,18 +154,50 @@ def presets(recipe: str) -> list[str]:
 def compose_config(
     recipe: str, config_class: type[ConfigT], overrides: Sequence[str]
 ) -> tuple[ConfigT, dict[str, Any], str]:
-    """Compose preset and overrides; return the checked configuration, its plain values, and the preset's name.
+    """Compose a configuration. Return it, checked, with its plain values and the preset's name. Raises UserError."""
+    values, preset, files = compose_values(recipe, config_class, overrides)
+    try:
+        return build(config_class, values), values, preset
+    except UserError as error:
+        raise UserError(f"{error}{files.place(str(error), overrides)}") from None
 
-    Raises UserError.
-    """
-    preset = PLAIN if any(override.startswith("model.path=") for override in overrides) else DEMONSTRATION
-    keys, others = known_keys(config_class), []
+
+def compose_values(
+    recipe: str, config_class: type[Config], overrides: Sequence[str]
+) -> tuple[dict[str, Any], str, ConfigFiles]:
+    """Compose the preset, the files of config=FILE and the overrides, of which a later one wins. Return plain values,
+    which are not checked with each other, the preset's name, and the files. Raises UserError."""
+    files, overrides = config_files.read(config_class, overrides, _keys_of_others(config_class))
+    record(files.files)
+    named = files.give("model.path") or any(override.startswith("model.path=") for override in overrides)
+    given, others = _for_hydra(config_class, overrides)
+    preset = next(name for name in (given, files.preset, PLAIN if named else DEMONSTRATION) if name is not None)
+    if preset.endswith(command_line.CONFIG_ENDINGS):
+        raise UserError(f"preset={preset} is a file: write config={preset}")
+    if preset not in presets(recipe):
+        raise UserError(f"preset={preset!r} does not exist; choose one of {', '.join(presets(recipe))}")
+    ConfigStore.instance().store(name="schema", node=defaults(config_class))
+    ConfigStore.instance().store(name="files", node=files.nested())
+    try:
+        with initialize_config_dir(str(CONF / recipe), version_base="1.3"):
+            composed = OmegaConf.to_container(compose("config", overrides=[f"preset={preset}", *others]), resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(" ".join(str(error).split())) from None
+    assert isinstance(composed, dict)
+    return {str(key): value for key, value in composed.items()}, preset, files
+
+
+def _for_hydra(config_class: type[Config], overrides: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the preset that overrides name, None without one, and the others in Hydra's syntax. Raises UserError."""
+    preset, others, keys = None, [], known_keys(config_class)
     open_keys = mappings(config_class)
     parser = OverridesParser.create()
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
-            raise UserError(f"cannot read {override!r}; write overrides as key=value")
+            is_file = override.endswith(command_line.CONFIG_ENDINGS)
+            hint = f"write config={override}" if is_file else "write overrides as key=value"
+            raise UserError(f"cannot read {override!r}; {hint}")
         if key == "preset":
             preset = value
         elif key in open_keys or any(key.startswith(f"{name}.") for name in open_keys):
@@ -167,7 +205,7 @@ def compose_config(
         elif key in keys:
             others.append(override)
         else:
-            raise UserError(unknown_key(key, [*keys, "preset"]))
+            raise UserError(unknown_key(key, [*keys, "preset", "config"], _keys_of_others(config_class)))
         try:
             parsed = parser.parse_override(override)
         except HydraException:
@@ -179,17 +217,16 @@ def compose_config(
             raise UserError(
                 f"cannot read {override!r}: write a list as {key}=[{value}], or text in quotes: {key}='...'"
             )
-    if preset not in presets(recipe):
-        raise UserError(f"preset={preset!r} does not exist; choose one of {', '.join(presets(recipe))}")
-    ConfigStore.instance().store(name="schema", node=defaults(config_class))
-    try:
-        with initialize_config_dir(str(CONF / recipe), version_base="1.3"):
-            composed = OmegaConf.to_container(compose("config", overrides=[f"preset={preset}", *others]), resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(" ".join(str(error).split())) from None
-    assert isinstance(composed, dict)
-    values = {str(key): value for key, value in composed.items()}
-    return build(config_class, values), values, preset
+    return preset, others
+
+
+def _keys_of_others(config_class: type[Config]) -> dict[str, str]:
+    """Return the recipes that have a key which a configuration class lacks, by the key."""
+    keys: dict[str, str] = {}
+    for name, recipe in RECIPES.items():
+        for key in set(known_keys(recipe.config)).difference(known_keys(config_class)):
+            keys[key] = f"{keys[key]} and {name}" if key in keys else name
+    return keys
 
 
 def announce(recipe: str, config: Config) -> None:

@@ -5,6 +5,7 @@ import sys
 from typing import NoReturn
 
 from isoloss.parallel import UserError
+from isoloss.parallel.runtime import program
 
 
 class Parser(argparse.ArgumentParser):
@@ -17,7 +18,9 @@ class Parser(argparse.ArgumentParser):
 def parser(tool: str, docstring: str | None) -> Parser:
     """Return the parser of `python -m isoloss.tools.TOOL`. docstring: the text of --help."""
     as_written = argparse.RawDescriptionHelpFormatter
-    return Parser(prog=f"python -m isoloss.tools.{tool}", description=docstring, formatter_class=as_written)
+    made = Parser(prog=program.name_of(f"isoloss.tools.{tool}"), description=docstring, formatter_class=as_written)
+    program.add_version(made)
+    return made
 
 
 def tell_mistake(error: UserError | OSError) -> int:

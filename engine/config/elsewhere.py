@@ -1,67 +1,38 @@
 """Map names of other trainers to keys: TRL and Hugging Face's Trainer, verl, slime and Megatron-LM.
 
-These are the names that people type. `isoloss.tools.migrate` translates whole configurations, with their values.
+Nearly all names are in the tables of trainers/, by which `isoloss.tools.migrate` translates whole configurations.
+`NAMES` adds what they lack: names of other releases and trainers, and those by which a user means another key.
 """
 
+import functools
 import re
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-# Last parts of names, without the groups before them, by key. A name that needs several keys is at the first of them.
+FOLDER = Path(__file__).parent / "trainers"
+# Last parts of names, without the groups before them, by key.
 NAMES = {
-    "model.path": "model_name_or_path hf_checkpoint pretrained_model_name_or_path",
-    "model.tokenizer": "tokenizer_name tokenizer_path",
-    "data.train": "dataset dataset_name dataset_path train_file train_files train_data_path prompt_data",
-    "data.eval": "val_files eval_data validation_file",
-    "data.max_length": "max_seq_length max_seq_len max_prompt_length seq_length cutoff_len",
+    "model.path": "pretrained_model_name_or_path",
+    "model.tokenizer": "tokenizer_name",
+    "data.train": "dataset dataset_path train_file train_data_path",
+    "data.eval": "eval_data validation_file",
+    "data.max_length": "max_seq_len seq_length cutoff_len",
     "data.columns": "prompt_key input_key label_key dataset_text_field dataset_prompt_column",
     "data.system": "system_prompt default_system",
-    "data.template_kwargs": "chat_template_kwargs",
-    "batch.global_size": "batch_size global_batch_size train_batch_size rollout_batch_size",
-    "batch.max_tokens": (
-        "micro_batch_size micro_batch_size_per_gpu per_device per_device_train_batch_size "
-        "per_device_eval_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu max_tokens_per_gpu "
-        "gradient_accumulation_steps"
-    ),
-    "parallel.tp": "tensor_model_parallel_size tensor_parallel_size",
-    "parallel.pp": "pipeline_model_parallel_size pipeline_parallel_size",
-    "parallel.vpp": "virtual_pipeline_model_parallel_size",
-    "parallel.ulysses": "context_parallel_size ulysses_sequence_parallel_size cp sp",
-    "parallel.ep": "expert_model_parallel_size",
-    "parallel.etp": "expert_tensor_parallel_size",
+    "batch.global_size": "batch_size global_batch_size",
+    "parallel.tp": "tensor_parallel_size",
+    "parallel.pp": "pipeline_parallel_size",
+    "parallel.ulysses": "cp sp",
     "parallel.distributed_optimizer": "use_distributed_optimizer",
-    "memory.recompute": "gradient_checkpointing enable_gradient_checkpointing recompute_granularity",
     "memory.offload_optimizer": "optimizer_cpu_offload optimizer_offload",
-    "loss.aggregation": "loss_agg_mode",
-    "optim.lr": "learning_rate",
-    "optim.clip": "max_grad_norm grad_clip clip_grad",
-    "optim.schedule": "lr_scheduler_type lr_decay_style",
-    "optim.warmup_steps": "lr_warmup_steps lr_warmup_iters warmup_ratio",
-    "optim.betas": "adam_beta1 adam_beta2",
-    "optim.eps": "adam_epsilon",
-    "train.steps": "max_steps train_iters num_rollout total_training_steps",
-    "train.epochs": "num_train_epochs num_epoch total_epochs",
-    "train.precision": "bf16 fp16 dtype torch_dtype",
-    "train.eval_every": "eval_steps eval_interval test_freq",
-    "checkpoint.every": "save_steps save_interval save_freq save_strategy",
-    "checkpoint.keep": "save_total_limit max_ckpt_to_keep",
-    "checkpoint.resume": "resume_from_checkpoint resume_mode",
+    "train.steps": "train_iters",
+    "train.precision": "fp16 dtype torch_dtype",
     "output_dir": "save_dir default_local_dir",
     "rollout.backend": "use_vllm",
-    "rollout.num_generations": "n n_samples_per_prompt",
-    "rollout.max_new_tokens": "max_completion_length max_response_length rollout_max_response_len",
-    "rollout.temperature": "rollout_temperature",
-    "algorithm.advantage": "adv_estimator advantage_estimator",
     "algorithm.loss": "loss_type",
-    "algorithm.clip_low": "epsilon eps_clip clip_ratio clip_ratio_low",
-    "algorithm.clip_high": "epsilon_high eps_clip_high clip_ratio_high",
-    "algorithm.dual_clip": "clip_ratio_c",
-    "algorithm.kl_coef": "beta kl_loss_coef",
-    "algorithm.kl_estimator": "kl_loss_type",
-    "algorithm.entropy_coef": "entropy_coeff",
-    "algorithm.epochs": "num_iterations ppo_epochs",
-    "algorithm.minibatches": "ppo_mini_batch_size",
-    "algorithm.mask_truncated": "mask_truncated_completions",
-    "reward.function": "reward_funcs reward_fn rm_type",
-    "reward.weights": "reward_weights",
+    "reward.function": "reward_fn",
 }
 KEYS_BY_NAME = {name: key for key, names in NAMES.items() for name in names.split()}
 # Explanation by a word of a name that has no key.
@@ -71,18 +42,88 @@ WITHOUT_A_KEY = {
         ("logger", "wandb", "mlflow", "swanlab", "trackio", "tensorboard", "report_to", "logging_dir"),
         "every run writes metrics.jsonl and files of TensorBoard into output_dir, and there are no other loggers",
     ),
+    **dict.fromkeys(
+        (
+            *("per_device", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"),
+            *("micro_batch_size", "micro_batch_size_per_gpu", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu"),
+        ),
+        "a step has batch.global_size sequences on any number of devices, and batch.max_tokens bounds the tokens of a "
+        "micro-batch",
+    ),
     **dict.fromkeys(("packing", "use_dynamic_bsz"), "rows are always packed, up to batch.max_tokens"),
     **dict.fromkeys(("deepspeed", "fsdp"), "a model is divided by parallel.* and its optimizer by data-parallel ranks"),
 }
 
 
+Table = Mapping[str, Any]  # rows by name
+
+
 def key_of(name: str) -> str | None:
     """Return the key for a name of another trainer, which may have that trainer's groups before it."""
-    return KEYS_BY_NAME.get(name.rsplit(".", 1)[-1])
+    name = _plain(name)
+    if _by_word(name) is not None:
+        return None
+    last, (keys, by_last_part) = name.rsplit(".", 1)[-1], _keys_of_tables()
+    if name != last and name in keys:
+        return keys[name]
+    if name != last and explanation(name, {key.partition(".")[0] for key in keys.values()}):
+        return None  # a setting of another trainer's servers, for example, that is called as one of the trainer's
+    return KEYS_BY_NAME.get(last) or keys.get(last) or by_last_part.get(last)
 
 
-def explanation(name: str) -> str | None:
-    """Return why there is no key for a name, if the name has a known word."""
-    parts = name.split(".")
-    words = [*parts, *re.split(r"[._]", name)]
+def explanation(name: str, groups: Collection[str] = ()) -> str | None:
+    """Return why there is no key for a name that another trainer has; None for other names.
+
+    groups: groups of keys. A name in one of them is explained only if it stands in a table as it is.
+    """
+    name = _plain(name)
+    if (by_word := _by_word(name)) is not None:
+        return by_word
+    is_ours = name.partition(".")[0] in groups
+    found = [
+        (len(pattern), reason)
+        for pattern, reason in _reasons()
+        if pattern == name or (pattern.endswith("*") and name.startswith(pattern[:-1]) and not is_ours)
+    ]
+    return max(found)[1] if found else None
+
+
+def _plain(name: str) -> str:
+    """Return a name as keys are written: --save-interval is save_interval."""
+    return name.lstrip("-").replace("-", "_")
+
+
+def _by_word(name: str) -> str | None:
+    words = [*name.split("."), *re.split(r"[._]", name)]
     return next((WITHOUT_A_KEY[word] for word in words if word in WITHOUT_A_KEY), None)
+
+
+@functools.cache
+def _tables() -> list[dict[str, Table]]:
+    return [tomllib.loads(path.read_text()) for path in sorted(FOLDER.glob("*.toml"))]
+
+
+@functools.cache
+def _keys_of_tables() -> tuple[dict[str, str], dict[str, str]]:
+    """Return the first key that each name decides, and the same by last parts that stand for one key and end no
+    key."""
+    keys = {
+        _plain(name): str(row["to"]).split()[0].partition("|")[0]
+        for table in _tables()
+        for name, row in table["keys"].items()
+        if "to" in row
+    }
+    by_last_part: dict[str, set[str]] = {}
+    for name, key in keys.items():
+        by_last_part.setdefault(name.rsplit(".", 1)[-1], set()).add(key)
+    own = {key.rsplit(".", 1)[-1] for key in keys.values()}
+    return keys, {part: min(each) for part, each in by_last_part.items() if len(each) == 1 and part not in own}
+
+
+def _reasons() -> Iterator[tuple[str, str]]:
+    """Yield names without a key, of which a last * stands for any ending, and what is done instead."""
+    for table in _tables():
+        for section in ("changes", "give", "without"):
+            for reason, rows in table.get(section, {}).items():
+                names = rows["keys"] if isinstance(rows, Mapping) else rows
+                yield from ((_plain(name), reason) for name in names)

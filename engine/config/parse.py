@@ -22,7 +22,7 @@ def build(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     for f in dataclasses.fields(cls):
         if f.default is nothing and f.default_factory is nothing and f.name not in values:
             raise UserError(f"{prefix}{f.name} is missing: give it")
-    return cls(**{key: _convert(types_of[key], value, f"{prefix}{key}") for key, value in values.items()})
+    return cls(**{key: convert(types_of[key], value, f"{prefix}{key}") for key, value in values.items()})
 
 
 def defaults(cls: Any) -> dict[str, Any]:
@@ -38,18 +38,24 @@ def defaults(cls: Any) -> dict[str, Any]:
     return values
 
 
-def unknown_key(key: str, known: list[str]) -> str:
-    """Return the message for a key that does not exist, with the nearest of `known`."""
+def unknown_key(key: str, known: list[str], of_others: Mapping[str, str] = types.MappingProxyType({})) -> str:
+    """Return the message for a key that does not exist, with the nearest of `known`.
+
+    of_others: recipes that have a key, by the key.
+    """
+    if key in of_others:
+        return f"{key} is a key of {of_others[key]}, not of this recipe; leave it out"
     if members := [k for k in known if k.startswith(f"{key}.")]:
         return f"{key!r} is a group, not a key; its keys are {', '.join(members)}"
     # The right name in the wrong group is likelier than another name in the right group.
     same_name = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    near = difflib.get_close_matches(key, same_name, n=1, cutoff=0) or difflib.get_close_matches(key, known, 1, 0.5)
-    translated = elsewhere.key_of(key)
-    guess = translated if translated in known else near[0] if near else None
-    if translated not in known and not same_name and (explanation := elsewhere.explanation(key)):
+    near = difflib.get_close_matches(key, same_name, n=1, cutoff=0)
+    if (translated := elsewhere.key_of(key)) in known:
+        near = [translated]
+    elif not near and (explanation := elsewhere.explanation(key, {name.partition(".")[0] for name in known})):
         return f"unknown key {key!r}: {explanation}"
-    return f"unknown key {key!r}" + (f"; did you mean {guess!r}?" if guess else f"; known keys: {', '.join(known)}")
+    near = near or difflib.get_close_matches(key, known, 1, 0.5)
+    return f"unknown key {key!r}; " + (f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}")
 
 
 def mappings(cls: Any) -> list[str]:
@@ -71,7 +77,7 @@ def key_types(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{name}", kind
 
 
-def _convert(kind: Any, value: Any, key: str) -> Any:
+def convert(kind: Any, value: Any, key: str) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         if not isinstance(value, Mapping):
@@ -82,7 +88,7 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
             return None
         arms = [arm for arm in args if arm is not type(None)]
         fitting = (arm for arm in arms if dataclasses.is_dataclass(arm) == isinstance(value, Mapping))
-        return _convert(next(fitting, arms[0]), value, key)
+        return convert(next(fitting, arms[0]), value, key)
     if origin is Literal:
         return value  # the class compares it with its choices
     if origin is Mapping:
@@ -93,7 +99,7 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
         items = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(items, (list, tuple)) or (args[-1] is not Ellipsis and len(items) != len(args)):
             raise UserError(f"{key}={value!r} must be a list" + ("" if args[-1] is Ellipsis else f" of {len(args)}"))
-        return tuple(_convert(args[0], item, key) for item in items)
+        return tuple(convert(args[0], item, key) for item in items)
     if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
             return float(value)  # YAML reads 1e-5 as a string

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-import yaml
 
 from isoloss.engine.checkpoint import checkpoint
+from isoloss.engine.config.config_file import dump
+from isoloss.engine.config.config_file import recorded as recorded_files
 from isoloss.engine.config.schema import Config
 from isoloss.engine.data.chat_template import asks_for_the_date
 from isoloss.engine.instruments.files import replace_text
@@ -238,7 +239,7 @@ def _claim(config: Config, run_name: str) -> Iterator[Path]:
         check_free(config, folder)  # again: a run may have begun and ended here since
         resolved = dataclasses.replace(config, output_dir=str(folder))
         plain = json.loads(json.dumps(dataclasses.asdict(resolved)))  # tuples become lists
-        replace_text(folder / CONFIG, yaml.safe_dump(plain, sort_keys=False))
+        replace_text(folder / CONFIG, dump(plain))
         replace_text(folder / PROVENANCE, json.dumps(_provenance(config), indent=2) + "\n")
         yield folder
 
@@ -279,6 +280,7 @@ def _provenance(config: Config) -> dict:
     layout = config.parallel.layout().with_world(dist.get_world_size())
     return {
         "command": sys.argv,
+        "config_files": recorded_files(),  # the SHA-256 of each, by path
         "layout": str(layout),
         "world_size": layout.world_size,
         "layers": transformer_engine.description(config.model.transformer_engine),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from isoloss.parallel.runtime.errors import UserError
 
+VERSION = "0.1.0"  # of isoloss; setup.py's distribution has it from here
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = "2.11"  # the first with all functions that the code calls
 WEIGHT_SYNCS = ("broadcast", "tensor", "disk")  # values of rollout.weight_sync
@@ -149,7 +150,10 @@ def nccl_of_sglang(sglang: str | None) -> str | None:
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of a package; None if it is not installed, such as a checkout imported from its folder."""
+    """Return the version of a package; None if it is not installed. That of isoloss is that of this source, also where
+    an installation of an earlier one left its metadata."""
+    if package == "isoloss":
+        return VERSION
     try:
         return version(package)
     except PackageNotFoundError:

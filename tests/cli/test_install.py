@@ -1,5 +1,8 @@
 """A wheel works outside of the checkout, and its commands answer before torch is imported."""
 
+import ast
+import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -7,15 +10,19 @@ import sysconfig
 import tomllib
 import venv
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
+from isoloss.parallel.runtime.versions import VERSION
 
 ROOT = Path(__file__).parents[2]
 PARTS, FILES = (
     ("engine", "models", "parallel", "recipes", "tools"),
     ("setup.py", "pyproject.toml", "README.md", "LICENSE"),
 )
+TOP = "tools/command/isoloss/"  # which setup.py maps to the package itself
 COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 
 
@@ -34,7 +41,9 @@ def installed(tmp_path_factory) -> Path:
     venv.create(folder / "env", symlinks=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "env")}))
     # Without what makes this environment import the checkout: a path of a .pth file has no .pth files of its own.
-    (site / "others.pth").write_text(sysconfig.get_path("purelib"))
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None and torch.origin is not None
+    (site / "others.pth").write_text(str(Path(torch.origin).parents[1]))
     python = folder / "env/bin/python"
     subprocess.run([*pip, "--python", python, "install", "--no-deps", "--no-index", wheel], check=True)
     return folder / "env/bin"
@@ -49,19 +58,47 @@ def run(installed: Path, cwd: Path, *command: str) -> str:
 
 
 def test_a_recipe_runs_from_a_wheel(installed, tmp_path):
-    where = "import isoloss.recipes.launch; print(isoloss.recipes.launch.__file__)"
-    assert Path(run(installed, tmp_path, "python", "-c", where).strip()).is_relative_to(installed.parent)
-    assert "tiny" in run(installed, tmp_path, "isoloss-sft", "--help")
-    run(installed, tmp_path, "isoloss-sft", "train.steps=1", "data.eval=[]", "output_dir=out")
-    told = run(installed, tmp_path, "isoloss-convert", "hf-to-mcore", "--hf", "out/hf", "--out", "mcore")
+    """From a folder that is no checkout, with nothing imported of this one."""
+    where = (
+        "import sys, isoloss.recipes.launch as launch, isoloss.engine.sft.loop\n"
+        "assert launch.main('sft', ['config=own.yaml', 'output_dir=out']) == 0\n"
+        "print({str(m.__file__) for n, m in sys.modules.items() if n.split('.')[0] == 'isoloss' and m.__file__})"
+    )
+    (tmp_path / "own.yaml").write_text("preset: tiny\ntrain: {steps: 2, eval_every: 0}\ndata.eval: []\n")
+    *_, imported = run(installed, tmp_path, "python", "-c", where).splitlines()
+    files = [Path(file) for file in ast.literal_eval(imported)]
+    assert len(files) > 50 and all(file.is_relative_to(installed.parent / "lib") for file in files)
+    steps = (tmp_path / "out/metrics.jsonl").read_text().splitlines()
+    assert len(steps) == 2 and json.loads(steps[0])["loss"] == pytest.approx(7.65, abs=0.01)  # as README has it
+    told = run(installed, tmp_path, "isoloss", "convert", "hf-to-mcore", "--hf", "out/hf", "--out", "mcore")
     assert "wrote" in told and (tmp_path / "mcore/.metadata").is_file()
+    assert json.loads((tmp_path / "out/run.json").read_text())["versions"]["isoloss"] == VERSION
+    assert "key differs" in run(installed, tmp_path, "isoloss-config", "diff", "out", "out/config.yaml")
 
 
-def test_scripts_for_developers_do_not_ship(installed):
+def test_commands_of_a_wheel(installed, tmp_path):
+    """They answer without a checkout; the doctor finds what is installed, and no fault in where it is."""
+    assert run(installed, tmp_path, "isoloss", "--version").startswith(f"isoloss {VERSION}, torch {version('torch')}")
+    assert run(installed, tmp_path, "python", "-m", "isoloss").startswith("usage: isoloss SUBCOMMAND")
+    assert "tiny" in run(installed, tmp_path, "isoloss-sft", "--help")
+    assert VERSION in run(installed, tmp_path, "python", "-c", "import isoloss; print(isoloss.__version__)")
+    done = subprocess.run([installed / "isoloss", "doctor"], cwd=tmp_path, text=True, capture_output=True)
+    assert done.returncode in (0, 1) and "torch" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_what_ships(installed):
+    """Every file of the product that a command reads, with its licence, and nothing of developers' scripts."""
     (wheel,) = installed.parents[1].glob("*.whl")
+    assert wheel.name == f"isoloss-{VERSION}-py3-none-any.whl"
     names = zipfile.ZipFile(wheel).namelist()
-    assert "isoloss/tools/convert/__main__.py" in names and "isoloss/recipes/conf/sft/config.yaml" in names
-    assert not [name for name in names if name.startswith("isoloss/tools/dev")]
+    listed = subprocess.run(["git", "ls-files", *PARTS], cwd=ROOT, text=True, capture_output=True, check=True).stdout
+    for file in listed.splitlines():
+        if file.startswith(("tools/dev/", "recipes/scripts/", "recipes/containers/")) or not (ROOT / file).is_file():
+            continue
+        assert (f"isoloss/{file}" in names) != file.startswith(TOP), file
+    assert {f"isoloss/{name}" for name in ("__init__.py", "__main__.py", "py.typed")} <= set(names)
+    assert f"isoloss-{VERSION}.dist-info/licenses/LICENSE" in names
+    assert not [name for name in names if "/dev/" in name or name.startswith(f"isoloss/{TOP}")]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -78,6 +115,6 @@ def test_help_and_a_mistake_do_not_wait_for_torch(command, capsys):
         "    status = end.code\n"
         "print(status, {'torch', 'megatron', 'transformers'} & set(sys.modules))\n"
     )
-    for argument, status in (("--help", 0), ("no.such.key=1", 2)):
+    for argument, status in (("--help", 0), ("--version", 0), ("no.such.key=1", 2)):
         done = subprocess.run([sys.executable, "-c", script, argument], text=True, capture_output=True)
         assert done.stdout.splitlines()[-1] == f"{status} set()", done

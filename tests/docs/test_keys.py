@@ -21,7 +21,7 @@ def test_a_key_stands_in_the_row_and_column_of_its_table():
     files = {"verl_rl": 0, "verl_sft": 0, "trl_common": 1, "trl_grpo": 1, "trl_sft": 1, "slime": 2}
     shown = 0
     for name, column in files.items():
-        table = tomllib.loads((ROOT / "tools" / "migrate" / f"{name}.toml").read_text())["keys"]
+        table = tomllib.loads((ROOT / "engine" / "config" / "trainers" / f"{name}.toml").read_text())["keys"]
         for key, fields in table.items():
             for ours in re.findall(r"([\w.]+)(?:\|\S+)?", fields.get("to", "")):
                 short = key.replace("actor_rollout_ref.", "A.")

@@ -56,6 +56,7 @@ PRELOAD = (
     "hydra",
 )
 CHANGING = ("isoloss", "megatron")
+TOP = "tools/command/isoloss"
 PACKAGES = ("engine", "models", "parallel", "recipes", "tools")
 # What `make test` runs, and what only `make test-all` does. No mutant needs a GPU, a real server or a page of docs.
 QUICK, ALL = (f"{tier}not slow and not sglang and not docs and not gpu" for tier in ("not full and ", ""))
@@ -166,6 +167,8 @@ class Copy:
         (folder / ".links/isoloss").mkdir(parents=True)
         for package in PACKAGES:
             (folder / ".links/isoloss" / package).symlink_to(folder / package)
+        for file in ("__init__.py", "__main__.py"):
+            (folder / ".links/isoloss" / file).symlink_to(folder / TOP / file)
         venv.create(folder / ".venv", symlinks=True)
         site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / ".venv")}))
         packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]

@@ -40,10 +40,10 @@ def said(monkeypatch, capsys, recipe: str, words: list[str]) -> str:
         ("grpo", ["reward.function=math", "reward.function=x.py:f"], "write a list as reward.function=[math,x.py:f]"),
         ("sft", ["optim.lr=1e-3", "optim.lr=1e-4"], "as optim.lr=1e-3 and as optim.lr=1e-4; give it once"),
         ("dapo", ["preset=tiny", "preset=plain"], "preset is given twice"),
-        ("sft", [*RUN, "--lr", "1e-4"], "there is no option --lr; write keys as key=value, such as lr=1e-4"),
+        ("sft", [*RUN, "--lr", "1e-4"], "there is no option --lr; write keys as key=value, such as optim.lr=1e-4"),
         ("sft", [*RUN, "--learning-rate=1e-4"], "such as optim.lr=1e-4"),
         ("grpo", ["--max_steps", "7", *RUN], "such as train.steps=7"),
-        ("sft", ["--config", "f.yaml"], "there is no option --config; a configuration is preset=NAME"),
+        ("sft", ["--config", "f.yaml"], "there is no option --config; write config=f.yaml"),
         ("sft", ["--cf", *RUN], "there is no option --cf; "),
         ("sft", ["model.path", "=", "DIR"], "write model.path=DIR in one word"),
         ("sft", ["model.path=", "DIR", *RUN[1:]], "write model.path=DIR in one word"),
@@ -70,6 +70,13 @@ def said(monkeypatch, capsys, recipe: str, words: list[str]) -> str:
         ("grpo", [*RUN, "parallel.pp=2", "parallel.ulysses=2"], "the layout pp2+ulysses2 needs 4 ranks, or a multiple"),
         ("sft", [*RUN, "parallel.tp=2", "parallel.ep=4", "parallel.etp=2"], "torchrun --nproc_per_node 8 -m isoloss"),
         ("dapo", [*RUN, "parallel.ep=2"], "torchrun --nproc_per_node 2 -m isoloss.recipes.dapo model.path=m"),
+        ("grpo", ["--rollout-batch-size", "32", *RUN], "such as batch.global_size=32"),
+        ("sft", [*RUN, "--lora-rank", "8"], "there is no option --lora-rank; there are no adapters yet"),
+        (
+            "sft",
+            [*RUN, "--hub-model-id=x"],
+            "there is no option --hub-model-id; a Hugging Face folder in output_dir/hf",
+        ),
     ],
 )
 def test_a_mistake_is_told_in_one_line(monkeypatch, capsys, recipe, words, says):
@@ -107,6 +114,14 @@ def test_what_has_an_effect(monkeypatch, capsys, words):
     monkeypatch.setattr(sys, "argv", ["grpo", *RUN, *words, "--cfg"])
     assert launch.main("grpo") == 0
     assert "max_length" in capsys.readouterr().out
+
+
+def test_the_model_of_the_demonstration_was_not_made_yet(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert "isoloss.recipes.sft preset=sort output_dir=runs/sft-sort` first" in said(monkeypatch, capsys, "grpo", [])
+    (tmp_path / f"{command_line.START}/hf").mkdir(parents=True)
+    monkeypatch.setattr(launch, "run", lambda *given: None)
+    assert launch.main("grpo", []) == 0
 
 
 def test_switches_and_what_they_switch_are_keys():

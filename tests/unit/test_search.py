@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -171,7 +172,8 @@ def test_a_written_preset_is_the_candidate(of, tmp_path, monkeypatch):
     best = search(config, arch, 8, H100)[0]
     (tmp_path / "sft" / "preset").mkdir(parents=True)
     monkeypatch.setattr(presets, "CONF", tmp_path)
-    file = presets.write_preset("sft", "mine", best)
+    file, word = presets.write_preset("sft", "mine", best)
+    assert word == "preset=mine"
     text = file.read_text()
     assert text.startswith("# @package _global_\n")
     told = f"# 8 GPUs, {best.layout}: {max(best.peaks) / GIB:.1f} GiB, {best.seconds:.1f} s a step\n"
@@ -184,6 +186,15 @@ def test_a_written_preset_is_the_candidate(of, tmp_path, monkeypatch):
     again = compose_config("sft", Config, [f"model.path={config.model.path}", *keys])[0]
     assert again == best.config
     with pytest.raises(UserError, match=r"mine\.yaml exists"):
+        presets.write_preset("sft", "mine", best)
+    own = str(tmp_path / "own.yaml")
+    assert presets.write_preset("sft", own, best) == (Path(own), f"config={own}")
+    model = f"model.path={config.model.path}"
+    assert compose_config("sft", Config, ["preset=plain", model, f"config={own}", "data.train=[x]"])[0] == replace(
+        best.config, data=replace(best.config.data, train=("x",))
+    )
+    monkeypatch.setattr(presets, "CONF", tmp_path / "none")  # as a folder of an installation that is not the user's
+    with pytest.raises(UserError, match=r"No such file.*or a file of your own: --write mine\.yaml"):
         presets.write_preset("sft", "mine", best)
 
 

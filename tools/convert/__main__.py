@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from isoloss.parallel import UserError
-from isoloss.tools.command_line import Parser, tell_mistake
+from isoloss.tools import command_line
 
 DTYPES = ("bf16", "fp16", "fp32")
 
@@ -37,15 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"isoloss: not verified: {error}; do not use {arguments.out}", file=sys.stderr)
         return 1
     except (UserError, OSError) as error:
-        return tell_mistake(error)
+        return command_line.tell_mistake(error)
     except KeyboardInterrupt:
         print(f"isoloss: interrupted; {AGAIN}", file=sys.stderr)
         return 130
 
 
 def _parser() -> argparse.ArgumentParser:
-    prog, as_written = "python -m isoloss.tools.convert", argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog=prog, description=__doc__, formatter_class=as_written)
+    parser = command_line.parser("convert", __doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser(
         "hf-to-mcore",

@@ -1,5 +1,7 @@
 """Read the tables of another trainer's keys: TOML files that name functions of the trainer's module.
 
+They are in engine/config/trainers, where a run reads from them what to say of such a key on its command line.
+
 A file `NAME.toml` has these sections; a wrong one raises ValueError when it is loaded.
 
 [source]   trainer: its name; recipe: an expression; sizes: an expression for Sizes, or missing; include: a file
@@ -36,6 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from isoloss.engine.config import elsewhere
 from isoloss.tools.migrate.denominator import Denominator
 from isoloss.tools.migrate.releases import Sizes
 from isoloss.tools.migrate.settings import UNSET, Settings
@@ -105,7 +108,7 @@ class Source:
         return max(rows, key=lambda row: (not row.key.endswith("*"), len(row.key)), default=None)
 
 
-def load(name: str, module: Mapping[str, Any], folder: Path = Path(__file__).parent) -> Source:
+def load(name: str, module: Mapping[str, Any], folder: Path = elsewhere.FOLDER) -> Source:
     """Return the source of `NAME.toml`. module: the namespace of its functions."""
     return _Loader(module, folder).load(name)
 

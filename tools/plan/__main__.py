@@ -60,8 +60,14 @@ def parser() -> command_line.Parser:
         "--picture", type=Path, metavar="FILE.png", help="draw memory by stage and phase, and the ranks"
     )
     parser.add_argument("--search", action="store_true", help="the best layouts instead of the configured one")
-    parser.add_argument("--write", metavar="NAME", help="with --search: make a preset of the best")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="preset=NAME and keys of the recipe")
+    parser.add_argument(
+        "--write",
+        metavar="NAME",
+        help="with --search: make a preset of the best, or with NAME.yaml a file for config=NAME.yaml",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="preset=NAME, config=FILE and keys of the recipe"
+    )
     return parser
 
 

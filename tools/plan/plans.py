@@ -6,14 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from isoloss.engine.config.config_file import dump
 from isoloss.engine.config.parse import defaults
 from isoloss.engine.config.schema import Config
 from isoloss.engine.memory.limits import GIB, room
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.families.registry import hf_folder, read_architecture
 from isoloss.parallel import UserError
+from isoloss.recipes.command_line import CONFIG_ENDINGS
 from isoloss.recipes.launch import CONF
 from isoloss.tools.plan.advice import to_fit
 from isoloss.tools.plan.data_file import plan_data
@@ -79,14 +79,18 @@ def search(config: Config, arguments: argparse.Namespace) -> int:
         return 1
     print(search_table(found[:BEST]))
     if arguments.write is not None:
-        file = write_preset(arguments.recipe, arguments.write, found[0])
-        print(f"wrote {file}: preset={arguments.write}")
+        file, word = write_preset(arguments.recipe, arguments.write, found[0])
+        print(f"wrote {file}: {word}")
     return 0
 
 
-def write_preset(recipe: str, name: str, candidate: Candidate) -> Path:
-    """Write every key whose value is not the default. Raises UserError if a preset of this name exists."""
-    file = CONF / recipe / "preset" / f"{name}.yaml"
+def write_preset(recipe: str, name: str, candidate: Candidate) -> tuple[Path, str]:
+    """Write every key whose value is not the default. Return the file, and the word of a command line that names it.
+
+    name: name of a preset, or of a file that ends in .yaml. Raises UserError if it exists or cannot be written.
+    """
+    is_file = name.endswith(CONFIG_ENDINGS)
+    file = Path(name) if is_file else CONF / recipe / "preset" / f"{name}.yaml"
     if file.exists():
         raise UserError(f"--write {name}: {file} exists; choose another name, or delete it")
     layout, peak = candidate.layout, max(candidate.peaks) / GIB
@@ -94,8 +98,12 @@ def write_preset(recipe: str, name: str, candidate: Candidate) -> Path:
         "# @package _global_\n# Found by isoloss.tools.plan --search, by estimates of memory and time; not run:\n"
         f"# {layout.world_size} GPUs, {layout}: {peak:.1f} GiB, {candidate.seconds:.1f} s a step\n"
     )
-    file.write_text(head + yaml.safe_dump(_changed(candidate.config), sort_keys=False))
-    return file
+    try:
+        file.write_text(head + dump(_changed(candidate.config)))
+    except OSError as error:
+        hint = "" if is_file else f", or a file of your own: --write {name}.yaml"
+        raise UserError(f"--write {name}: {file}: {error.strerror}; name another{hint}") from None
+    return file, f"config={name}" if is_file else f"preset={name}"
 
 
 def _changed(config: Config) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""isoloss-config: configurations side by side."""
