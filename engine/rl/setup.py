@@ -23,6 +23,7 @@ from isoloss.engine.rl.backends.sglang.server import SGLangServer
 from isoloss.engine.rl.backends.sglang.weights import weight_sync
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.prompts import PromptSet, load_prompts
+from isoloss.engine.rl.reward.in_process import Reward
 from isoloss.engine.rl.reward.rewarder import Rewarder
 from isoloss.engine.rl.rollout import Offloadable, Rollout
 from isoloss.engine.run.folder import Fingerprint, tokenizer_folder
@@ -104,16 +105,17 @@ def stop_tokens(folder: Path, tokenizer: Any, template_kwargs: Mapping[str, Any]
 
 
 @contextlib.contextmanager
-def open_rewarder(config: RLConfig, data: RLData) -> Iterator[Rewarder | None]:
+def open_rewarder(config: RLConfig, data: RLData, given: Mapping[str, Reward] = {}) -> Iterator[Rewarder | None]:
     """Open the reward functions, in worker processes of rank 0; None on other ranks, which do not call them.
 
+    given: functions of reward.function that are called in this process, by name.
     Raises UserError, on rank 0, where a function cannot be used. Enters no collective.
     """
     if environment.rank_and_world()[0] > 0:
         yield None
         return
     prompts = data.train.prompts + (data.eval.prompts if data.eval else ())
-    with Rewarder(config.reward, data.tokenizer, prompts, config.rollout.api_key_env) as rewarder:
+    with Rewarder(config.reward, data.tokenizer, prompts, config.rollout.api_key_env, given) as rewarder:
         yield rewarder
 
 
