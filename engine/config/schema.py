@@ -6,16 +6,21 @@ need no model are in `__post_init__`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import date
+from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self, cast
 
+import yaml
+
+from isoloss.engine.config.parse import build
 from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.models.mcore.kernels import Kernels
+from isoloss.parallel import UserError
 from isoloss.parallel.aggregation import MODES, Aggregation
 from isoloss.parallel.layout import MODEL_AXES, Degrees, Layout
-from isoloss.parallel.runtime.config_key import Keys, key, require
+from isoloss.parallel.runtime.config_key import Keys, key, require, typed
 
 DATE = "strftime_now"  # transformers' name for the clock that chat templates may call
 
@@ -433,6 +438,32 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     output_dir: str | None = key(None, "Folder of the run; null: runs/RECIPE-PRESET, with a number if that exists.")
+
+    def __post_init__(self):
+        for part in fields(self):
+            value = getattr(self, part.name)
+            if not is_dataclass(part.type):
+                object.__setattr__(self, part.name, typed(part.name, part, value))
+            elif not isinstance(value, cast(type, part.type)):
+                wanted = cast(type, part.type).__name__
+                raise UserError(
+                    f"{part.name} is a {type(value).__name__}, not a {wanted}: give {part.name}={wanted}(...)"
+                )
+
+    @classmethod
+    def from_file(cls, path: str | PathLike) -> Self:
+        """Return the configuration of a YAML file, such as the config.yaml that a run writes; absent keys have their
+        defaults. Raises UserError, with the file, for one that cannot be read, and for a wrong key or value."""
+        try:
+            values = yaml.safe_load(Path(path).read_text())
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise UserError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+        if not isinstance(values, dict):
+            raise UserError(f"{path}: must hold groups of keys, such as model: {{path: DIR}}")
+        try:
+            return build(cls, {"model": {}, **values})
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
 
     def accumulates_in_products(self, *, on_gpu: bool) -> bool:
         """Return parallel.gradient_accumulation_fusion, or its default."""

@@ -98,8 +98,6 @@ def plain(value: Any, place: str, depth: int = 0) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{place} is {value}, which rows cannot keep: leave it out, or give a finite number")
     if value is not None and not isinstance(value, str | int | float):
-        raise UserError(
-            f"{place} is a {type(value).__module__}.{type(value).__name__}, which rows cannot keep: give text, numbers, "
-            "true, false, lists and mappings"
-        )
+        kind = f"{type(value).__module__}.{type(value).__name__}"
+        raise UserError(f"{place} is a {kind}, which rows cannot keep: give text, numbers, lists and mappings")
     return value

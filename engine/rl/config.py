@@ -306,6 +306,7 @@ class RLConfig(Config):
     reward: RewardConfig = field(default_factory=RewardConfig)
 
     def __post_init__(self):
+        super().__post_init__()
         sequences = self.batch.global_size * self.rollout.num_generations
         require(
             self.algorithm.minibatch_by == "completion" or self.batch.global_size % self.algorithm.minibatches == 0,

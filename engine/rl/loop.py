@@ -31,7 +31,7 @@ from isoloss.engine.rl.report import (
 from isoloss.engine.rl.reward.in_process import Reward, name_of, named
 from isoloss.engine.rl.rollout import Rollout
 from isoloss.engine.rl.setup import RLData, load_data, open_rewarder, open_rollout
-from isoloss.engine.run.callbacks import Callbacks
+from isoloss.engine.run.callbacks import NO_CALLBACKS, Callbacks
 from isoloss.engine.run.result import RunResult
 from isoloss.engine.run.run import Run
 from isoloss.engine.run.session import Session
@@ -47,7 +47,7 @@ def train_rl(
     eval: GivenRows | None = None,
     reward: Reward | str | Sequence[Reward | str] | None = None,
     loss: Callable[[TokenInputs, AlgorithmConfig], Tensor] | None = None,
-    callbacks: Callbacks = Callbacks(),
+    callbacks: Callbacks = NO_CALLBACKS,
 ) -> RunResult:
     """Run reinforcement learning, from rows of prompts to an exported model. Every rank of the world calls this, with
     the same arguments; without torchrun this process is the world. It may be called again.

@@ -12,9 +12,7 @@ import torch.distributed as dist
 
 from isoloss.engine.config import rules
 from isoloss.engine.data.chat import load_tokenizer
-from isoloss.engine.data.chat_template import NOTHING
 from isoloss.engine.data.dataset import check_files, steps_for_epochs
-from isoloss.engine.data.turn_ends import turn_ends
 from isoloss.engine.rl.backends.local.megatron_backend import MegatronBackend
 from isoloss.engine.rl.backends.local.transformers_backend import TransformersBackend
 from isoloss.engine.rl.backends.protocol import RolloutBackend
@@ -22,7 +20,7 @@ from isoloss.engine.rl.backends.servers.backend import ServerBackend
 from isoloss.engine.rl.backends.sglang.server import SGLangServer
 from isoloss.engine.rl.backends.sglang.weights import weight_sync
 from isoloss.engine.rl.config import RLConfig
-from isoloss.engine.rl.prompts import PromptSet, load_prompts
+from isoloss.engine.rl.prompts import PromptSet, load_prompts, stop_tokens
 from isoloss.engine.rl.reward.in_process import Reward
 from isoloss.engine.rl.reward.rewarder import Rewarder
 from isoloss.engine.rl.rollout import Offloadable, Rollout
@@ -31,7 +29,6 @@ from isoloss.engine.run.session import Data
 from isoloss.engine.step.engine import Engine
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
-from isoloss.models.weights.side_files import declared_stops
 from isoloss.parallel import UserError
 from isoloss.parallel.runtime import environment
 
@@ -89,19 +86,6 @@ def load_data(config: RLConfig, arch: Architecture) -> RLData:
         stop_tokens(folder, tokenizer, config.data.template_variables),
         tokenizer,
     )
-
-
-def stop_tokens(folder: Path, tokenizer: Any, template_kwargs: Mapping[str, Any] = NOTHING) -> tuple[int, ...]:
-    """Return the tokens that end a completion: the tokenizer's end token, those that the folder declares, and those
-    that end the assistant's turns in the chat template."""
-    declared = declared_stops(folder, max(tokenizer.get_vocab().values()))
-    stop = tuple(sorted({*declared, *turn_ends(tokenizer, template_kwargs).values()}))
-    if not stop:
-        raise UserError(
-            f"neither the tokenizer and its chat template nor generation_config.json of {folder} names a token that "
-            "ends a completion: set eos_token in tokenizer_config.json"
-        )
-    return stop
 
 
 @contextlib.contextmanager

@@ -65,6 +65,9 @@ class Callbacks:
         return any(stop for _, stop in answers)
 
 
+NO_CALLBACKS = Callbacks()
+
+
 def _refusal(name: str, answer: object) -> str:
     """Return what is wrong with an answer; "" if nothing is."""
     if answer is None or (isinstance(answer, bool | np.bool_) and name != "on_save"):

@@ -20,7 +20,7 @@ from isoloss.engine.instruments.profiling import StepProfile
 from isoloss.engine.instruments.startup import Garbage
 from isoloss.engine.instruments.watchdog import Watchdog
 from isoloss.engine.memory import preflight
-from isoloss.engine.run.callbacks import Callbacks
+from isoloss.engine.run.callbacks import NO_CALLBACKS, Callbacks
 from isoloss.engine.run.folder import (
     DATE_KEY,
     Fingerprint,
@@ -67,7 +67,7 @@ class Run:
         total_steps: int,
         fingerprints: Sequence[Fingerprint],
         watched: Watched,
-        callbacks: Callbacks = Callbacks(),
+        callbacks: Callbacks = NO_CALLBACKS,
     ):
         self._engine, self._config, self._fingerprints = engine, config, fingerprints
         self._callbacks, self._stopped = callbacks, False

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 from isoloss.engine.config.schema import Config, DataConfig
 from isoloss.engine.data.bad_rows import Reject, RejectsOfRun
 from isoloss.engine.data.in_memory import GivenRows, keep_rows
-from isoloss.engine.run.callbacks import Callbacks
+from isoloss.engine.run.callbacks import NO_CALLBACKS, Callbacks
 from isoloss.engine.run.folder import (
     Fingerprint,
     cache_folder,
@@ -86,7 +86,9 @@ def with_rows(config: ConfigT, rows: Mapping[str, GivenRows | None]) -> ConfigT:
     for split, given in rows.items():
         if given is not None:
             if named := getattr(config.data, split):
-                raise UserError(f"data.{split}={list(named)} and rows of {split} are given: leave out the one or the other")
+                raise UserError(
+                    f"data.{split}={list(named)} and rows of {split} are given: leave out the one or the other"
+                )
             files[split] = (keep_rows(given, split, cache_folder(config) / "rows"),)
     return dataclasses.replace(config, data=dataclasses.replace(config.data, **files))
 
@@ -143,9 +145,7 @@ class Session(contextlib.ExitStack, Generic[ConfigT, DataT]):
         """Create the run's folder. One broadcast over the world."""
         return self.enter_context(open_folder(self.config, self._run_name))
 
-    def open_run(
-        self, engine: Engine, output_dir: Path, watched: Watched, callbacks: Callbacks = Callbacks()
-    ) -> Run:
+    def open_run(self, engine: Engine, output_dir: Path, watched: Watched, callbacks: Callbacks = NO_CALLBACKS) -> Run:
         """Start the run, or resume it. Collective over the world."""
         about = self.data.total_steps, self._fingerprints, watched, callbacks
         return self.enter_context(Run(engine, self.config, output_dir, *about))

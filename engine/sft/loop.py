@@ -21,7 +21,7 @@ from isoloss.engine.data.in_memory import GivenRows
 from isoloss.engine.data.rows import listed
 from isoloss.engine.data.show_rows import coloured, rows_to_show, shown_row
 from isoloss.engine.data.token_dataset import TokenDataset
-from isoloss.engine.run.callbacks import Callbacks
+from isoloss.engine.run.callbacks import NO_CALLBACKS, Callbacks
 from isoloss.engine.run.folder import Fingerprint, cache_folder, tokenizer_folder
 from isoloss.engine.run.health import Watched
 from isoloss.engine.run.result import RunResult
@@ -60,7 +60,7 @@ def train_sft(
     train: GivenRows | None = None,
     eval: GivenRows | None = None,
     loss: LossLike | None = None,
-    callbacks: Callbacks = Callbacks(),
+    callbacks: Callbacks = NO_CALLBACKS,
 ) -> RunResult:
     """Run supervised fine-tuning, from rows to an exported model. Every rank of the world calls this, with the same
     arguments; without torchrun this process is the world. It may be called again.

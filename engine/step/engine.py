@@ -16,7 +16,7 @@ from torch import Tensor
 from isoloss.engine.batching.balance import CostModel, Plan
 from isoloss.engine.batching.packing import PackedBatch
 from isoloss.engine.batching.plan import plan_step, planned
-from isoloss.engine.batching.sample import Sample, check_targets
+from isoloss.engine.batching.sample import Sample, check_tokens
 from isoloss.engine.checkpoint import checkpoint
 from isoloss.engine.checkpoint.writer import HostCopies
 from isoloss.engine.config import rules
@@ -386,7 +386,9 @@ class Engine:
 
     def __repr__(self) -> str:
         layers, precision = self.arch.num_layers, self.config.train.precision
-        return f"Engine({str(self.source.path)!r}, {layers} layers, {precision}, {self.mesh.layout}, on {self.device})"
+        return (
+            f"Engine({str(self.source.path)!r}, {layers} layers, {precision}, layout {self.mesh.layout}, {self.device})"
+        )
 
     @property
     def shares_prefixes(self) -> bool:
@@ -394,9 +396,9 @@ class Engine:
         return rules.shares_prefixes(self.config)
 
     def plan(self, samples: Sequence[Sample]) -> Plan:
-        """Return the plan of whole samples; the same on every rank. Raises UserError where a sample's own target is no
-        token."""
-        check_targets(samples, self.arch.vocab_size)
+        """Return the plan of whole samples; the same on every rank. Raises UserError where a token or a target of one
+        is no token of the model."""
+        check_tokens(samples, self.arch.vocab_size)
         limits = self.mesh.layout, self.config.batch.max_tokens, self.cost_model
         return plan_step(samples, *limits, share_prefixes=self.shares_prefixes)
 

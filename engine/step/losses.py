@@ -134,7 +134,9 @@ def as_loss(loss: LossLike, config: LossConfig) -> Loss:
     if isinstance(loss, Loss):
         return loss
     if isinstance(loss, type) or not callable(loss):
-        raise ValueError(f"the loss is {loss!r}: give a Loss, or a function of TokenInputs that returns one number each")
+        raise ValueError(
+            f"the loss is {loss!r}: give a Loss, or a function of TokenInputs that returns one number each"
+        )
     return Loss((Term(loss, config.weighting()),))
 
 
