@@ -446,9 +446,7 @@ class Config:
                 object.__setattr__(self, part.name, typed(part.name, part, value))
             elif not isinstance(value, cast(type, part.type)):
                 wanted = cast(type, part.type).__name__
-                raise UserError(
-                    f"{part.name} is a {type(value).__name__}, not a {wanted}: give {part.name}={wanted}(...)"
-                )
+                raise UserError(f"{part.name} is of type {type(value).__name__}: give {part.name}={wanted}(...)")
 
     @classmethod
     def from_file(cls, path: str | PathLike) -> Self:

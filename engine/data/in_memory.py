@@ -78,10 +78,10 @@ def load_rows(paths: str | Sequence[str]) -> list[dict[str, Any]]:
 def checked(rows: GivenRows, name: str) -> Iterator[dict[str, Any]]:
     """Yield each row with plain values, which JSON gives back as they are. name: name of the rows in messages."""
     if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
-        raise UserError(f"{name} is a {type(rows).__name__}, not rows: give a list of {{column: value}}, or data.train")
+        raise UserError(f"{name} is of type {type(rows).__name__}, not rows: give a list of {{column: value}}")
     for index, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise UserError(f"{name}[{index}] is a {type(row).__name__}, not a row: give a mapping {{column: value}}")
+            raise UserError(f"{name}[{index}] is of type {type(row).__name__}, not a row: give {{column: value}}")
         yield plain(row, f"{name}[{index}]")
 
 

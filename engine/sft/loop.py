@@ -76,11 +76,11 @@ def train_sft(
 
         result = train_sft(Config(ModelConfig("DIR")), train=[{"prompt": "2 + 2 =", "completion": " 4"}])
     """
+    loss = cross_entropy(config.loss) if loss is None else as_loss(loss, config.loss)
     with Session(config, run_name, load_data, rows={"train": train, "eval": eval}) as session:
         engine = session.open_engine()
         run = session.open_run(engine, session.open_folder(), Watched(), callbacks)
-        own = cross_entropy(config.loss) if loss is None else as_loss(loss, config.loss)
-        return _train(session.config, session.data, engine, run, own)
+        return _train(session.config, session.data, engine, run, loss)
 
 
 def _train(config: Config, data: RunData, engine: Engine, run: Run, loss: Loss) -> RunResult:

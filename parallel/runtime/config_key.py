@@ -115,7 +115,8 @@ def typed(name: str, field: "dataclasses.Field[Any]", value: Any) -> Any:
         return tuple(os.fspath(item) if isinstance(item, os.PathLike) else item for item in items)
     for kind in kinds:
         if kind in WANTED and not (value is None and types.NoneType in kinds):
-            accepted = isinstance(value, (int, float) if kind is float else kind)
+            allowed: Any = (int, float) if kind is float else kind
+            accepted = isinstance(value, allowed)
             require(accepted and (kind is bool or not isinstance(value, bool)), name, value, f"must be {WANTED[kind]}")
     return value
 
