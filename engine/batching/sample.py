@@ -118,7 +118,7 @@ def check_tokens(samples: Sequence[Sample], vocab_size: int) -> None:
             wrong = sample.tokens_T[(sample.tokens_T < 0) | (sample.tokens_T >= vocab_size)]
             if len(wrong):
                 raise UserError(
-                    f"sample {number} ({sample.id!r}) has the token {int(wrong[0])}, and the model's tokens are 0 to "
+                    f"sample {number} ({sample.id!r}) has the token {int(wrong[0])}, and the model's are 0 to "
                     f"{vocab_size - 1}: tokenize it with the model's tokenizer"
                 )
     for sample in samples:

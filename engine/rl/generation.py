@@ -68,10 +68,9 @@ class Engine(engine.Engine):
             return to_prompt(Row(template.place, {"prompt": given}), template, id, "").tokens
         if not isinstance(prompt, Sequence):
             raise UserError(f"prompt {id} is a {type(prompt).__name__}: give text, messages, or a list of token ids")
-        vocab_size = self.arch.vocab_size
+        tokens, vocab_size = [], self.arch.vocab_size
         for token in prompt:
             if not (isinstance(token, int) and 0 <= token < vocab_size):
-                raise UserError(
-                    f"prompt {id} has the token {token!r}, and the model's tokens are 0 to {vocab_size - 1}"
-                )
-        return (*prompt,)
+                raise UserError(f"prompt {id} has the token {token!r}, and the model's are 0 to {vocab_size - 1}")
+            tokens.append(token)
+        return tuple(tokens)
