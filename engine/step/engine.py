@@ -416,6 +416,10 @@ class Engine:
         self.gather.wait()
 
     def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
+        if not self.mesh.usable:
+            raise ValueError(
+                "this Engine lost its process groups to a later one: with several ranks, a process has one at a time"
+            )
         self._come_back()
         plan, samples = planned(samples, self.plan)
         batch = prepare_step(samples, loss, plan, self.mesh, self.device)

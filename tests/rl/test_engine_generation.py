@@ -1,4 +1,4 @@
-"""Engine.generate: log-probabilities as training computes them, the same tokens on any layout, three forms of prompts."""
+"""Engine.generate: log-probabilities of training, the same tokens on any layout, three kinds of prompts."""
 
 import pytest
 from support.runs import library
