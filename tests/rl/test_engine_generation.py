@@ -4,6 +4,7 @@ import pytest
 from support.runs import library
 
 from isoloss.engine import Config, Engine, ModelConfig, Sampling, UserError
+from isoloss.engine.rl import generation
 
 PROMPTS = ["What is 2 plus 2?", [{"role": "user", "content": "Hello"}], [5, 6, 7], "What is 2 plus 2?", [5, 6, 7]]
 IDS = ["a", "b", "c", "d", "e"]
@@ -44,6 +45,29 @@ def test_what_is_no_prompt_is_refused_by_its_id(prompts, message, engine):
     with pytest.raises(UserError) as refused:
         engine.generate(prompts, Sampling(4))
     assert message in str(refused.value)
+
+
+def test_completions_end_with_the_models_turn_unless_told_otherwise(engine, monkeypatch):
+    ends = {*range(0, 2048, 3)}
+    monkeypatch.setattr(generation, "stop_tokens", lambda folder, tokenizer, variables: (*ends,))
+    own, given = (engine.generate([[5, 6]] * 4, Sampling(30, stop_token_ids=stops)) for stops in ((), (1, 4)))
+    for completion in own:
+        assert [token in ends for token in completion.tokens] == [False] * (len(completion.tokens) - 1) + [True]
+    assert any(ends & {*completion.tokens[:-1]} for completion in given)
+
+
+def test_one_process_holds_several_engines(engine, tiny_hf):
+    """What the first one generates and computes is the same after a second one, of another family, has done so."""
+    generate = lambda: [(*c.tokens, *c.logprobs) for c in engine.generate([[5, 6]] * 3, Sampling(5))]
+    first = generate()
+    other = Engine(Config(ModelConfig(tiny_hf("gemma-4"))))
+    other.generate([[5, 6]], Sampling(5, stop_token_ids=(1,)))
+    assert generate() == first
+
+
+def test_with_several_ranks_an_engine_that_lost_its_groups_says_so(pool, inputs):
+    for refusal in pool.run(2, library.lost_groups, inputs / "model"):
+        assert refusal.startswith("this Engine lost its process groups to a later one")
 
 
 def test_an_engine_shows_what_it_is(engine, inputs):
