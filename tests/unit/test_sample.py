@@ -46,9 +46,7 @@ def test_a_token_that_the_model_does_not_have_is_named_with_its_sample(token):
     good, bad = Sample(TOKENS, MASK, id="row:1"), Sample(torch.tensor([5, token, 7]), MASK[:3], id="row:2")
     check_tokens([good, good], 9)
     check_tokens([], 9)
-    with pytest.raises(
-        UserError, match=rf"sample 1 \('row:2'\) has the token {token}, and the model's tokens are 0 to 8"
-    ):
+    with pytest.raises(UserError, match=rf"sample 1 \('row:2'\) has the token {token}, and the model's are 0 to 8"):
         check_tokens([good, bad], 9)
 
 
