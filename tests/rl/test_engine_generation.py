@@ -1,9 +1,10 @@
 """Engine.generate: log-probabilities of training, the same tokens on any layout, three kinds of prompts."""
 
 import pytest
+import torch
 from support.runs import library
 
-from isoloss.engine import Config, Engine, ModelConfig, Sampling, UserError
+from isoloss.engine import Config, Engine, ModelConfig, Sample, Sampling, UserError
 from isoloss.engine.rl import generation
 
 PROMPTS = ["What is 2 plus 2?", [{"role": "user", "content": "Hello"}], [5, 6, 7], "What is 2 plus 2?", [5, 6, 7]]
@@ -58,11 +59,16 @@ def test_completions_end_with_the_models_turn_unless_told_otherwise(engine, monk
 
 def test_one_process_holds_several_engines(engine, tiny_hf):
     """What the first one generates and computes is the same after a second one, of another family, has done so."""
-    generate = lambda: [(*c.tokens, *c.logprobs) for c in engine.generate([[5, 6]] * 3, Sampling(5))]
-    first = generate()
+    sample = Sample(torch.arange(9), torch.arange(9) > 3)
+
+    def numbers() -> list:
+        completions = engine.generate([[5, 6]] * 3, Sampling(5))
+        return [*[(*c.tokens, *c.logprobs) for c in completions], engine.logprobs([sample])[0].tolist()]
+
+    first = numbers()
     other = Engine(Config(ModelConfig(tiny_hf("gemma-4"))))
     other.generate([[5, 6]], Sampling(5, stop_token_ids=(1,)))
-    assert generate() == first
+    assert numbers() == first
 
 
 def test_with_several_ranks_an_engine_that_lost_its_groups_says_so(pool, inputs):

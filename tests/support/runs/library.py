@@ -143,10 +143,6 @@ def rl_config(folder: Path, name: str, reward: str, **data: Any) -> RLConfig:
     )
 
 
-def own_loss(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor:
-    return clip_loss(inputs, algorithm)
-
-
 def rl_runs(folder: Path, work: Path) -> dict[str, Any]:
     """The same run twice, by its numbers and rewards: from files, and from rows, a reward and a loss of this process.
     And a run whose reward fails on every completion, or on those of even length."""
@@ -155,6 +151,9 @@ def rl_runs(folder: Path, work: Path) -> dict[str, Any]:
     def reward(completion: str, answer: str) -> float:
         scored.append(completion)
         return float(len(completion) % 5 + len(answer))
+
+    def own_loss(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor:
+        return clip_loss(inputs, algorithm)
 
     def odd(completion: str) -> float:
         return 1 / (len(completion) % 2)
