@@ -53,8 +53,8 @@ def keep_rows(rows: GivenRows, split: str, folder: Path) -> str:
 def to_samples(rows: GivenRows, tokenizer: Any, template_kwargs: Mapping[str, Any] = NOTHING) -> list[Sample]:
     """Return a sample of each row, tokenized as the rows of data.train are in supervised fine-tuning.
 
-    tokenizer: what `load_tokenizer` returns.
-    template_kwargs: as data.template_kwargs.
+    tokenizer: tokenizer from `load_tokenizer`.
+    template_kwargs: variables for the chat template, like data.template_kwargs.
     Raises UserError that names the row, such as rows[3].
     """
     samples = []

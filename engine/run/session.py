@@ -80,7 +80,8 @@ DataT = TypeVar("DataT", bound=Data)
 def with_rows(config: ConfigT, rows: Mapping[str, GivenRows | None]) -> ConfigT:
     """Return the configuration with files of the rows, below the folder of tokenized rows, which this writes.
 
-    rows: as for `Session`. Raises UserError. Enters no collective.
+    rows: rows by split, like those of `Session`.
+    Raises UserError. Enters no collective.
     """
     files = {}
     for split, given in rows.items():

@@ -65,7 +65,7 @@ def outline(outputs: list[dict[str, Any]]) -> list[Any]:
 
 @pytest.mark.docs
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_a_notebook_prints_what_it_holds(path, tmp_path, monkeypatch):
+def test_a_notebook_prints_what_it_holds(path, tmp_path, monkeypatch, one_rank):
     monkeypatch.chdir(tmp_path)
     cells = code_cells(json.loads(path.read_text()))
     assert sum("image/png" in output.get("data", ()) for cell in cells for output in cell["outputs"]) == 1

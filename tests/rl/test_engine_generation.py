@@ -80,6 +80,6 @@ def test_an_engine_shows_what_it_is(engine, inputs):
     assert repr(engine) == f"Engine('{inputs}/model', 4 layers, fp32, layout 1, cpu)"
 
 
-@pytest.fixture(scope="module")
-def engine(inputs) -> Engine:
+@pytest.fixture
+def engine(inputs, one_rank) -> Engine:
     return Engine(Config(ModelConfig(inputs / "model", from_scratch=True)))

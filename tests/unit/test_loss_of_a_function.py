@@ -14,8 +14,8 @@ def samples() -> list[Sample]:
     return [Sample(tokens_T, torch.arange(len(tokens_T)) > 2, id=f"row:{len(tokens_T)}") for tokens_T in tokens]
 
 
-@pytest.fixture(scope="module")
-def engine(inputs) -> Engine:
+@pytest.fixture
+def engine(inputs, one_rank) -> Engine:
     loss = LossConfig("seq-mean-token-sum-norm", norm_length=7)
     return Engine(Config(ModelConfig(inputs / "model", from_scratch=True), loss=loss))
 

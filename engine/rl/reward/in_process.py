@@ -18,7 +18,7 @@ class Calls:
     be importable, and may hold state. The others run in a `RewardPool`, which is not started if there are none.
 
     described: descriptions of the functions, in their order.
-    num_workers, timeout, hidden: as for `RewardPool`.
+    num_workers, timeout, hidden: arguments of `RewardPool`.
     """
 
     def __init__(self, functions: Sequence[str | Reward], num_workers: int, timeout: float, hidden: str | None = None):

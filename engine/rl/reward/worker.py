@@ -48,7 +48,7 @@ def describe(function: str, functions: list[Callable[..., Any]]) -> list[list[An
 
 
 def described(function: Callable[..., Any]) -> list[list[Any]] | str:
-    """The parameters of a function, or why it has none to tell of."""
+    """Return the parameters of a function, or why they are unknown."""
     try:
         return [list(each) for each in parameters(function)]
     except user_functions.NotFoundError as error:
