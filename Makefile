@@ -34,7 +34,7 @@ SORT := runs/sft-sort
 # The folder of a run: the one that ARGS names, else the newest of its recipe.
 RUN_FOLDER = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),$$(ls -td runs/$@-*/ | head -n 1))
 
-.PHONY: help install environments sft grpo dapo test test-newer test-newer-cpu newer test-all coverage mutants fresh-mutants chaos soak slowest budget test-docs test-sglang prove-all bench bench-rl lint types docs clean
+.PHONY: help install environments sft grpo dapo test test-newer test-newer-cpu newer test-all coverage mutants fresh-mutants chaos soak slowest budget test-docs test-sglang prove-all bench bench-rl lint links types docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -171,14 +171,16 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# Type checkers do not see through the editable install's import hook: give them a folder of links.
-types: install
+# Type checkers, and what reads docstrings, do not see through the editable install's import hook: they get links.
+links:
 	mkdir -p .links/isoloss
 	for folder in engine models parallel recipes tools; do ln -sfn ../../$$folder .links/isoloss/$$folder; done
+
+types: install links
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # The documentation as a site. A link or an anchor that leads nowhere is an error.
-docs: .venv/.docs
+docs: .venv/.docs links
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open site/index.html"
 

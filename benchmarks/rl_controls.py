@@ -147,7 +147,7 @@ def table(verdicts: dict[int, dict]) -> str:
 def draw(curves: dict[int, dict[str, Curve]], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4 * len(curves), 3.6), layout="constrained")
+    figure = Figure(figsize=(4 * len(curves), 3.9), layout="constrained")
     panels = figure.subplots(1, len(curves), sharey=True, squeeze=False)[0]
     for panel, (seed, arms) in zip(panels, curves.items()):
         for name, curve in arms.items():
@@ -158,6 +158,7 @@ def draw(curves: dict[int, dict[str, Curve]], path: Path) -> None:
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("reward on held-out prompts")
     panels[0].legend()
+    figure.suptitle("GRPO on sorting letters, and two controls from the same fine-tuned model")
     figure.savefig(path, dpi=110)
 
 

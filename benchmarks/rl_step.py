@@ -232,7 +232,7 @@ def draw(rows: Sequence[dict[str, Any]], out: Path) -> None:
     """A panel a row: what each side takes to generate and to train, one on top of the other."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(2.4 * len(rows) + 1, 3.6), layout="constrained")
+    figure = Figure(figsize=(2.4 * len(rows) + 1, 3.9), layout="constrained")
     panels = figure.subplots(1, len(rows), squeeze=False)[0]
     for panel, found in zip(panels, rows):
         names, bottom = list(found["sides"]), np.zeros(len(found["sides"]))
@@ -245,6 +245,8 @@ def draw(rows: Sequence[dict[str, Any]], out: Path) -> None:
         panel.grid(axis="y", alpha=0.3)
     panels[0].set_ylabel("CPU seconds of a step")
     panels[0].legend(fontsize=8)
+    title = "A GRPO step on one CPU thread (prompts x completions, tokens of a prompt / of a completion)"
+    figure.suptitle(title, fontsize=11)
     figure.savefig(out, dpi=130)
 
 

@@ -68,6 +68,14 @@ class Architecture:
     def with_layers(self, change: Callable[[Layer], Layer]) -> "Architecture":
         return replace(self, layers=tuple(map(change, self.layers)))
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Return the hash, which a search over layouts asks for at every candidate: layers are many."""
+        return hash((self.family, self.layers, self.hidden_size, self.vocab_size, self.tie_embeddings))
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -128,6 +129,11 @@ def reuse_world_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     world = dist.group.WORLD
     return world if world and dist.get_process_group_ranks(group) == list(range(world.size())) else group
+
+
+def make_gather_buffer(tokens: int, hidden_size: int, dtype: torch.dtype) -> None:
+    """Make Megatron's buffer for gathered rows, which all layers share from the first one on."""
+    parallel_state.get_global_memory_buffer().get_tensor([tokens, 1, hidden_size], dtype, "mpu")
 
 
 def destroy() -> None:

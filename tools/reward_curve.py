@@ -96,10 +96,10 @@ def draw(curves: Sequence[Curve], out: Path) -> None:
     figure = Figure(figsize=(7, 6 if sampled else 4), layout="constrained")
     panels = figure.subplots(2 if sampled else 1, sharex=True, squeeze=False, height_ratios=(2, 1)[: 1 + bool(sampled)])
     for curve in curves:
-        panels[0, 0].plot(curve.steps, curve.rewards, marker="o", markersize=3, label=curve.label)
+        (line,) = panels[0, 0].plot(curve.steps, curve.rewards, marker="o", markersize=3, label=curve.label)
         if curve.dropped:
             shares = [dropped / drawn for _, drawn, dropped in curve.batches]
-            panels[1, 0].plot([step for step, _, _ in curve.batches], shares, label=curve.label)
+            panels[1, 0].plot([step for step, _, _ in curve.batches], shares, color=line.get_color())
     panels[0, 0].set_ylabel("reward on held-out prompts")
     panels[0, 0].set_ylim(0, max(1.0, *(reward for curve in curves for reward in curve.rewards)))
     panels[0, 0].legend()

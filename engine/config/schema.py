@@ -287,7 +287,7 @@ class LossConfig(Keys, group="loss"):
 
 @dataclass(frozen=True)
 class OptimConfig(Keys, group="optim"):
-    """AdamW and its learning rate. It rises to lr, then falls; one step after the last it would be min_lr."""
+    """AdamW and its learning rate, which rises to lr and then falls to min_lr, just after the last step."""
 
     lr: float = key(1e-5, "Peak learning rate.", at_least=0)
     min_lr: float = key(0.0, "Learning rate at which linear and cosine end; at most lr.", at_least=0)

@@ -1,35 +1,35 @@
-"""Device memory of a training step by arithmetic, in microseconds: what a search over layouts ranks by.
+"""Estimate the device memory of a training step: what a search over layouts ranks by, and what a start checks.
 
-It knows the local layers of Megatron-Core and the kernels that torch chooses on CUDA. `isoloss.tools.plan` counts the
-same in a dry run; the two are compared in tests/numerics/test_memory_estimate.py.
-
-Letters: t tokens of a micro-batch on a rank, s of them between matrices (fewer under sequence parallelism), h hidden
-size, f width of the MLP of a rank.
+One layer of each kind, the embedding and the loss head are counted once a setting (`isoloss.engine.memory.counting`);
+here they are added up for the layers of a stage. `isoloss.tools.plan` counts a whole rank in a dry run; the two are
+compared in tests/numerics/test_memory_estimate.py.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache
+from itertools import accumulate, pairwise
+from math import lcm
 
+import numpy as np
 import torch
 
-from isoloss.engine.config.schema import Config
-from isoloss.engine.memory.attention import backward_by_blocks, is_by_blocks, kept_by_attention
-from isoloss.engine.memory.delta import DeltaMemory, delta_memory
+from isoloss.engine.config.schema import Config, MemoryConfig
+from isoloss.engine.memory.counting import Counted, Layers, Setting, head_of, layers_of
 from isoloss.models.architecture import Architecture
-from isoloss.models.kinds.dense import Dense
-from isoloss.models.kinds.gated_delta import GatedDelta
-from isoloss.models.kinds.kind import SoftmaxAttention
 from isoloss.models.kinds.mappings import ParamMapping
+from isoloss.models.mcore.activation_memory import KEEP_ALL, ActivationMemory
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout
-from isoloss.parallel.loss_head import FUSED_CHUNK_ELEMENTS
 
 EMBEDDING = "embedding"
-BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+FEW, MANY = 1024, 2048  # tokens of a rank for which layers are counted
+OF_MLP = ("mlp", "mlp_act", "moe", "experts", "shared_experts")  # modules whose recomputation attention does not see
+LONG = 65536  # tokens of a rank up to which the loss head is counted
+PARTS_OF_EXPERTS = 8  # most parts of the experts where attention is counted, which does not depend on them
 
 
 @dataclass(frozen=True)
@@ -48,53 +48,71 @@ class StageMemory:
 
 def step_memory(config: Config, arch: Architecture, layout: Layout) -> list[StageMemory]:
     """Return the memory of every pipeline rank, for full rows (batch.max_tokens) whose tokens all are targets."""
-    split = stage_layers(arch, layout, config.parallel.stage_layers)
-    starts = [sum(split[:stage]) for stage in range(len(split))]
-    stages = [range(start, start + count) for start, count in zip(starts, split)]
+    held = resident_memory(config, arch, layout)
+    parts, chunks = _parts_of(config, arch, layout), _chunks(arch, layout, config.parallel.stage_layers)
     return [
-        _rank_memory(config, arch, layout, rank, [stages[chunk * layout.pp + rank] for chunk in range(layout.vpp)])
-        for rank in range(layout.pp)
+        replace(stage, activations=_activations(config, arch, layout, parts, rank, chunks[rank]))
+        for rank, stage in enumerate(held)
     ]
 
 
-def _rank_memory(config: Config, arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]) -> StageMemory:
-    width = BYTES[config.train.precision]
-    dense, experts = parameters(arch, layout, rank, chunks)
-    master = 8 if width == 8 else 4  # bytes of a gradient (unless it is bf16), of a main weight and of a moment
+def resident_memory(config: Config, arch: Architecture, layout: Layout) -> list[StageMemory]:
+    """Return what every pipeline rank has between steps, without activations."""
+    width = DTYPES[config.train.precision].itemsize
+    master = 8 if width == 8 else 4  # bytes of a main weight and of a moment
     replicas = (layout.dp * layout.context, layout.world_size // layout.pp // (layout.ep * layout.etp))
     if not config.distributed_optimizer:
         replicas = (1, 1)
     trained, models = config.trained_models, config.trained_models + config.frozen_models
     state = trained * (3 if width == 2 else 2) * master * (1 - config.memory.offload_optimizer)
-    return StageMemory(
-        models * width * (dense + experts),
-        trained * (2 if config.parallel.grad_reduce_dtype == "bf16" else master) * (dense + experts),
-        sum(state * part / ranks for part, ranks in zip((dense, experts), replicas)),
-        _activations(config, arch, layout, rank, chunks),
-    )
+    stages = []
+    for rank, chunks in enumerate(_chunks(arch, layout, config.parallel.stage_layers)):
+        dense, experts = parameters(arch, layout, rank, chunks)
+        optimizer = sum(state * part / ranks for part, ranks in zip((dense, experts), replicas))
+        gradients = trained * _gradient_dtype(config).itemsize * (dense + experts)
+        stages.append(StageMemory(models * width * (dense + experts), gradients, optimizer, 0.0))
+    return stages
+
+
+@cache
+def _chunks(arch: Architecture, layout: Layout, stage_sizes: Sequence[int]) -> list[tuple[range, ...]]:
+    """Return the layers of the chunks of every pipeline rank."""
+    ends = [0, *accumulate(stage_layers(arch, layout, stage_sizes))]
+    stages = tuple(range(start, end) for start, end in pairwise(ends))
+    return [stages[rank :: layout.pp] for rank in range(layout.pp)]
+
+
+def _gradient_dtype(config: Config) -> torch.dtype:
+    if config.parallel.grad_reduce_dtype == "bf16":
+        return torch.bfloat16
+    return torch.float64 if config.train.precision == "fp64" else torch.float32
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
+@cache
 def parameters(arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]) -> tuple[int, int]:
-    """Parameters of a rank that every data-parallel rank has, and those of its experts."""
-    dense, experts = _by_layer(arch, layout.tp, layout.ep, layout.etp)
-    layers = [layer for chunk in chunks for layer in chunk]
+    """Return the numbers of a rank's parameters that every data-parallel rank has, and of those of its experts."""
+    kinds = _kinds(arch)
+    dense, experts = _by_kind(kinds.one_each, layout.tp, layout.ep, layout.etp)
+    counts = Counter(kind for chunk in chunks for kind in kinds.kinds_L[chunk.start : chunk.stop].tolist())
     first, last = rank == 0, rank == layout.pp - 1
     ends = dense[EMBEDDING] * (first or (last and arch.tie_embeddings)) + dense[None] * last
-    return ends + sum(dense[layer] for layer in layers), sum(experts[layer] for layer in layers)
+    return ends + sum(dense[kind] * n for kind, n in counts.items()), sum(
+        experts[kind] * n for kind, n in counts.items()
+    )
 
 
 @cache
-def _by_layer(arch: Architecture, tp: int, ep: int, etp: int) -> tuple[Counter, Counter]:
-    """Parameters of a rank, by layer; those behind the last layer under None. The second of experts."""
+def _by_kind(one_each: Architecture, tp: int, ep: int, etp: int) -> tuple[Counter, Counter]:
+    """Return the parameters of a rank by kind of layer, those behind the last layer under None; and its experts'."""
     dense, experts = Counter(), Counter()
-    for weight in weight_map(arch):
+    for weight in weight_map(one_each):
         if weight.expert is None:
             place = EMBEDDING if weight.name.startswith(EMBEDDING) else weight.layer
             dense[place] += _shard(weight.mapping, weight.shape, tp)
-        elif arch.experts is not None and weight.expert < arch.experts.count // ep:
+        elif one_each.experts is not None and weight.expert < one_each.experts.count // ep:
             experts[weight.layer] += _shard(weight.mapping, weight.shape, etp)
     return dense, experts
 
@@ -108,64 +126,81 @@ def _shard(mapping: ParamMapping, shape: tuple[int, ...], size: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Sizes:
-    """See the module. received: rows of tokens that a rank's experts get, with free places. delta: of a layer of Gated
-    DeltaNet, where there are any."""
+class _Part:
+    """Bytes that a part of a model keeps until its backward, and the most that it adds in forward and backward."""
 
-    t: int
-    s: int
-    h: int
-    f: int
-    width: int
-    sequence_parallel: bool
-    grouped: bool
-    received: float
-    delta: DeltaMemory | None
+    kept: float
+    peak: float
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The parts of a model on a rank, for some number of tokens. Suffix K: one for each kind of layer.
+
+    kept_K, peak_K: bytes of a layer, as of a `_Part`.
+    held_K: the same peak where the caller of the backward holds the layer's output and its gradient to the end: the
+        schedule of a pipeline, or the function that computes the layer again. The MLP has the gradient in any case.
+    row: bytes of the hidden states of a row: stages send them, and a layer that is computed again keeps no others.
+    buffer: bytes of the buffer for rows that are gathered.
+    """
+
+    embedding: _Part
+    kept_K: np.ndarray
+    peak_K: np.ndarray
+    held_K: np.ndarray
+    head: _Part
+    row: int
+    buffer: int
+
+    def of_layers(self, kinds: np.ndarray, again: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return kept and peak of consecutive layers, the first `again` of which are computed again."""
+        kept, peak = self.kept_K[kinds], self.peak_K[kinds]
+        kept[:again], peak[:again] = self.row, self.held_K[kinds[:again]]
+        return kept, peak
 
 
 def kept_by_layers(config: Config, arch: Architecture, layout: Layout, layers: range) -> float:
-    """Bytes that consecutive layers keep of a micro-batch until its backward."""
-    return _chunk(config, arch, layout, layers, _sizes(config, arch, layout))
+    """Return the bytes that consecutive layers, and their input, keep of a micro-batch until its backward."""
+    parts, kinds = _parts_of(config, arch, layout), _kinds(arch).kinds_L[layers.start : layers.stop]
+    return parts.row + float(parts.of_layers(kinds, _computed_again(config, layers))[0].sum())
 
 
-def _sizes(config: Config, arch: Architecture, layout: Layout) -> _Sizes:
-    tokens, width = config.batch.max_tokens // layout.context, BYTES[config.train.precision]
-    return _Sizes(
-        tokens, tokens // (layout.tp if layout.sequence_parallel else 1), arch.hidden_size,
-        max((mlp.width for mlp in arch.mlps if isinstance(mlp, Dense)), default=0) // layout.tp, width,
-        layout.sequence_parallel, _grouped(config, arch), _received(config, arch, layout),
-        next(
-            (delta_memory(kind, layout, tokens, width) for kind in arch.attentions if isinstance(kind, GatedDelta)),
-            None,
-        ),
-    )  # fmt: skip
-
-
-def _received(config: Config, arch: Architecture, layout: Layout) -> float:
-    if arch.experts is None:
+def _computed_again(config: Config, layers: range) -> int:
+    if config.memory.recompute != "full":
         return 0
-    tokens = config.batch.max_tokens // layout.context // (layout.tp if layout.sequence_parallel else 1)
-    most = layout.ep * min(1, arch.experts.count / layout.ep / arch.experts.top_k)
-    return tokens * arch.experts.top_k * layout.etp * min(config.moe.dispatch_bound or 1, most)
+    return len(layers) if config.memory.recompute_layers is None else min(config.memory.recompute_layers, len(layers))
 
 
-def _activations(config: Config, arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]) -> float:
-    z = _sizes(config, arch, layout)
-    kept = [_chunk(config, arch, layout, chunk, z) for chunk in chunks]
-    gathered = z.width * z.t * z.h * z.sequence_parallel  # the buffer that rows are gathered in
-    moments = []
-    for chunk, held in _held_before_backwards(layout, rank, kept):
-        moments.append(held + gathered + _backward(config, arch, layout, chunks[chunk][-1], z))
-        moments.append(held + gathered + _delta_backward(config, arch, layout, chunks[chunk], z))
-        moments.append(held + gathered + _block_backward(config, arch, layout, chunks[chunk], z))
-        if rank == layout.pp - 1 and chunk == layout.vpp - 1:
-            moments.append(held + gathered + _head(config, arch, layout, z))
-    return max(moments)
+def _activations(
+    config: Config, arch: Architecture, layout: Layout, parts: _Parts, rank: int, chunks: Sequence[range]
+) -> float:
+    first, last = rank == 0, rank == layout.pp - 1
+    kinds_L = _kinds(arch).kinds_L
+    received = parts.embedding.kept  # from the stage before, in place of the embedding's output
+    kept, added = [], []
+    for chunk, layers in enumerate(chunks):
+        kinds, again = kinds_L[layers.start : layers.stop], _computed_again(config, layers)
+        begin = parts.embedding if first and chunk == 0 else _Part(received, received)
+        kept_L, peak_L = parts.of_layers(kinds, again)
+        ends = last and chunk == layout.vpp - 1
+        if not ends:  # all parts hold the output of the chunk and its gradient, which the last layer has in any case
+            peak_L += 2 * parts.row
+            peak_L[-1] = parts.held_K[kinds[-1]] + (parts.row if again == len(layers) else 0)
+        whole = begin.kept + float(kept_L.sum())
+        most = max(
+            begin.peak + (0 if ends else 2 * parts.row), begin.kept + float((kept_L.cumsum() - kept_L + peak_L).max())
+        )
+        if ends:  # autograd keeps the head's part of the gradient of a tied embedding until it has the other
+            most = max(most + parts.head.kept, whole + parts.head.peak)
+        kept.append(whole)
+        added.append(most - whole)
+    sent = 0 if first else parts.row  # the schedule holds the gradient that it sent last
+    return parts.buffer + sent + max(held + added[chunk] for chunk, held in _held_before_backwards(layout, rank, kept))
 
 
 def _held_before_backwards(layout: Layout, rank: int, kept: Sequence[float]) -> Iterator[tuple[int, float]]:
-    """Yield for each backward its chunk, and the bytes that forwards without a backward keep until then: 1F1B, or
-    interleaved, where `pp` micro-batches go through a chunk before the next one has its turn (arXiv:2104.04473).
+    """Yield the chunk of every backward, and the bytes kept by all forwards before it whose backward is still to come:
+    1F1B, or interleaved, where `pp` micro-batches go through a chunk before the next one (arXiv:2104.04473).
 
     kept: bytes that each chunk keeps of a micro-batch.
     """
@@ -181,134 +216,125 @@ def _held_before_backwards(layout: Layout, rank: int, kept: Sequence[float]) -> 
         held -= kept[ended]
 
 
-def _chunk(config: Config, arch: Architecture, layout: Layout, layers: range, z: _Sizes) -> float:
-    """Return the bytes that the layers of a chunk keep of a micro-batch until its backward, and the chunk's input."""
-    return z.width * z.s * z.h + sum(_by_layers(config, arch, layout, layers, z))
+# ---- what is counted -------------------------------------------------------------------------------------------------
 
 
-def _by_layers(config: Config, arch: Architecture, layout: Layout, layers: range, z: _Sizes) -> list[float]:
-    recomputed, count = 0, config.memory.recompute_layers
-    if config.memory.recompute == "full":
-        recomputed = len(layers) if count is None else min(count, len(layers))
-    modules = _recomputed_modules(config)
-    whole = [z.width * z.s * z.h] * recomputed
-    return whole + [_layer(arch, layout, n, modules, z) for n in layers[recomputed:]]
+def _parts_of(config: Config, arch: Architecture, layout: Layout) -> _Parts:
+    """Count, or look up, the parts of a model in this layout with these settings."""
+    one_each = _kinds(arch).one_each
+    setting = Setting(
+        one_each if layout.pp == 1 or not arch.tie_embeddings else replace(one_each, tie_embeddings=False),
+        _model_only(layout),
+        _kept_or_modules(config.memory),
+        config.kernels,
+        DTYPES[config.train.precision],
+        _gradient_dtype(config),
+        config.accumulates_in_products(on_gpu=True),
+        config.moe.dispatch_bound,
+    )
+    return _parts(setting, config.batch.max_tokens // layout.context)
 
 
-def _recomputed_modules(config: Config) -> tuple[str, ...]:
-    return (config.memory.recompute_modules or ("core_attn",)) if config.memory.recompute == "selective" else ()
+@cache
+def _kept_or_modules(memory: MemoryConfig) -> ActivationMemory:
+    """Return the settings of a layer that is not computed again as a whole."""
+    values = {field.name: getattr(memory, field.name) for field in fields(ActivationMemory)}
+    if memory.recompute == "full":
+        values |= {"recompute": "none", "recompute_layers": None}
+    return ActivationMemory(**values)
 
 
-def _layer(arch: Architecture, layout: Layout, layer: int, modules: Sequence[str], z: _Sizes) -> float:
-    """Return the bytes that a layer keeps of a micro-batch: attention or Gated DeltaNet; two sums of the residual
-    stream, two norms, and the inputs of the norms behind attention and MLP; the MLP."""
-    attention = arch.layers[layer].attention
-    if z.delta is not None and not isinstance(attention, SoftmaxAttention):
-        kept = z.delta.kept_without_core if "core_attn" in modules else z.delta.kept
-    else:
-        assert isinstance(attention, SoftmaxAttention)
-        kept = kept_by_attention(attention, layout, modules, z.t, z.width)
-    norms = (0 if "layernorm" in modules else 1) + 2 + 2 * arch.layers[layer].sandwich
-    kept += z.width * z.s * z.h * norms
-    return kept + (_experts(arch, layout, modules, z) if arch.sparse[layer] else _mlp(modules, z))
+@dataclass(frozen=True)
+class _Kinds:
+    """The kinds of layers of a model. Suffixes: L layers, K kinds.
 
-
-def _grouped(config: Config, arch: Architecture) -> bool:
-    """Return whether all experts of a rank are run at once."""
-    plain = all(mlp.activation != "clamped_swiglu" for mlp in arch.mlps) and not config.model.transformer_engine
-    return config.kernels.grouped_experts and config.train.precision == "bf16" and plain
-
-
-def _mlp(modules: Sequence[str], z: _Sizes) -> float:
-    """Return the bytes kept: the norm's output; gate and up; their product."""
-    kept = 0 if "layernorm" in modules else z.width * z.s * z.h
-    inside = 0 if "mlp" in modules else 2 if "mlp_act" in modules else 3
-    return kept + z.width * z.t * inside * z.f
-
-
-def _experts(arch: Architecture, layout: Layout, modules: Sequence[str], z: _Sizes) -> float:
-    """Return the bytes kept: the router's input, in fp32; the tensors of shared experts, and their output before its
-    gate; tokens by expert; gate and up; and where experts run one by one, their product, also weighted."""
-    experts = arch.experts
-    assert experts is not None
-    if "moe" in modules:
-        return 0 if "layernorm" in modules else z.width * z.s * z.h
-    inner = experts.intermediate_size // layout.etp
-    router = 4 * z.s * (z.h + 3 * experts.count)
-    shared = z.width * (z.t * 3 * experts.shared_size // layout.tp + z.s * z.h * experts.shared_gate)
-    inside = 0 if "experts" in modules else 2 * inner if z.grouped else 4 * inner
-    return router + shared + z.width * z.received * (z.h + inside)
-
-
-def _backward(config: Config, arch: Architecture, layout: Layout, layer: int, z: _Sizes) -> float:
-    """Return the bytes that the backward of the last layer adds: gradients in its MLP, and first recomputed tensors."""
-    modules = _recomputed_modules(config)
-    gradients = z.width * 2 * z.s * z.h
-    if arch.sparse[layer]:
-        gradients += max(_experts_backward(arch, layout, z), _sum_over_etp(layout, z))
-        again = _experts(arch, layout, (), z) if {"moe", "experts"} & {*modules} else 0
-        again -= _experts(arch, layout, ("experts",), z) if "experts" in modules and "moe" not in modules else 0
-    else:
-        gradients += z.width * z.t * 3 * z.f
-        again = _mlp((), z) if "mlp" in modules else z.width * z.t * z.f if "mlp_act" in modules else 0
-    if config.memory.recompute == "full" and config.memory.recompute_layers is None:
-        again = _layer(arch, layout, layer, (), z)
-    return gradients + again
-
-
-def _experts_backward(arch: Architecture, layout: Layout, z: _Sizes) -> float:
-    """Return the bytes that the backward of the experts adds: gradients of tokens; where all experts run at once also
-    inner gradients, the recomputed activation, the first matrices side by side, and the gradients of all matrices (of
-    the first ones twice, while those of idle experts are cleared)."""
-    experts = arch.experts
-    assert experts is not None
-    if not z.grouped:
-        return z.width * z.received * 3 * z.h
-    inner = experts.intermediate_size // layout.etp
-    matrices = 7 * experts.count // layout.ep * inner * z.h
-    return z.width * (z.received * (z.h + 4 * inner) + matrices)
-
-
-def _delta_backward(config: Config, arch: Architecture, layout: Layout, layers: range, z: _Sizes) -> float:
-    """Return the bytes that the backward of the last layer of Gated DeltaNet adds, less those that it and the layers
-    behind it have freed."""
-    last = max((n for n in layers if arch.linear[n]), default=None)
-    if last is None or z.delta is None:
-        return 0
-    gone = _by_layers(config, arch, layout, layers, z)[last - layers.start :]
-    return z.delta.backward + z.width * 4 * z.s * z.h - sum(gone)
-
-
-def _block_backward(config: Config, arch: Architecture, layout: Layout, layers: range, z: _Sizes) -> float:
-    """Return the same as `_delta_backward`, for the last layer whose heads are too wide for a kernel. Its MLP is behind
-    it."""
-    last = max((n for n in layers if is_by_blocks(arch, n)), default=None)
-    if last is None or config.train.precision != "bf16":
-        return 0
-    gone = sum(_by_layers(config, arch, layout, layers, z)[last - layers.start :])
-    whole = config.memory.recompute == "full" and config.memory.recompute_layers is None
-    modules = () if whole else tuple(module for module in _recomputed_modules(config) if module != "core_attn")
-    left = _layer(arch, layout, last, modules, z) - _mlp(modules, z) - z.width * z.s * z.h * arch.layers[last].sandwich
-    return left - gone + z.width * 2 * z.s * z.h + backward_by_blocks(arch, layout, last, z.t)
-
-
-def _sum_over_etp(layout: Layout, z: _Sizes) -> float:
-    """Return the bytes that the forward of the last layer adds where ETP ranks sum the outputs of experts: the outputs,
-    twice, the second time in the order in which they go back; the same in at least fp32; this rank's part of the sum,
-    and the part rounded."""
-    if layout.etp == 1:
-        return 0
-    exact = max(4, z.width)
-    return z.received * z.h * (2 * z.width + exact + (exact + z.width) / layout.etp)
-
-
-def _head(config: Config, arch: Architecture, layout: Layout, z: _Sizes) -> float:
-    """Return the bytes of the loss head: hidden states and their gradient; a chunk of logits in fp32 and its gradient,
-    rounded; and the gradient of the output matrix, in fp32 where the head does not add it to the buffer of gradients.
-    At the end, without the chunk, that gradient is rounded, or uninitialized memory stands for it.
+    one_each: a model with one layer of each kind.
+    kinds_L: kind of each layer of the model.
+    attentions, mlps: models with the fewest layers that have every attention, or every MLP, with what is around it.
+    attention_K, mlp_K: for each kind, the layer of these models that has its attention, or MLP.
     """
-    columns = math.ceil(arch.vocab_size / layout.tp)
-    chunk, matrix = min(z.t * columns, FUSED_CHUNK_ELEMENTS), columns * z.h
-    added = config.accumulates_in_products(on_gpu=True) and config.parallel.grad_reduce_dtype == "fp32"
-    added &= not (arch.tie_embeddings and layout.pp == 1)
-    return z.width * 2 * z.t * z.h + (0 if added else 4 * matrix) + max(chunk * (4 + z.width), z.width * matrix)
+
+    one_each: Architecture
+    kinds_L: np.ndarray
+    attentions: Architecture
+    attention_K: Sequence[int]
+    mlps: Architecture
+    mlp_K: Sequence[int]
+
+
+@cache
+def _kinds(arch: Architecture) -> _Kinds:
+    layers = tuple(dict.fromkeys(arch.layers))
+    by_attention = {replace(layer, mlp=layers[0].mlp): layer for layer in reversed(layers)}
+    by_mlp = {replace(layer, attention=layers[0].attention): layer for layer in layers}
+    attentions, mlps = list(by_attention), list(by_mlp)
+    return _Kinds(
+        replace(arch, layers=layers),
+        np.array([layers.index(layer) for layer in arch.layers]),
+        replace(arch, layers=tuple(by_attention.values())),
+        [attentions.index(replace(layer, mlp=layers[0].mlp)) for layer in layers],
+        replace(arch, layers=tuple(by_mlp.values())),
+        [mlps.index(replace(layer, attention=layers[0].attention)) for layer in layers],
+    )
+
+
+@cache
+def _parts(setting: Setting, tokens: int) -> _Parts:
+    arch, layout, kinds = setting.arch, setting.layout, _kinds(setting.arch)
+    # Attention is alike in all divisions of experts, and the MLP in all divisions of the context.
+    experts = arch.experts
+    ep = max(n for n in range(1, PARTS_OF_EXPERTS + 1) if experts.count % n == 0) if experts else 1
+    memory = setting.memory
+    if memory.recompute == "selective" and memory.recompute_modules:
+        modules = tuple(name for name in memory.recompute_modules if name not in OF_MLP)
+        memory = replace(memory, recompute="selective" if modules else "none", recompute_modules=modules)
+    of_attention = replace(setting, arch=kinds.attentions, memory=memory)
+    few, many = _counts(of_attention, replace(layout, ep=ep, etp=1))
+    mlp_few, mlp_many = _counts(replace(setting, arch=kinds.mlps), replace(layout, ulysses=1, ring=1))
+    of_head = replace(setting, memory=KEEP_ALL, layout=_model_only(replace(layout, ulysses=1, ring=1, ep=ep, etp=1)))
+    head = _head(of_head, tokens)
+    attention_K = [_at(tokens, few.layers[n].attention, many.layers[n].attention) for n in kinds.attention_K]
+    mlp_K = [_at(tokens, mlp_few.layers[n].mlp, mlp_many.layers[n].mlp) for n in kinds.mlp_K]
+    gathered = setting.dtype.itemsize * tokens * arch.hidden_size
+    row = gathered // layout.tp if layout.sequence_parallel else gathered
+    both_K = list(zip(attention_K, mlp_K))
+    return _Parts(
+        _at(tokens, mlp_few.embedding, mlp_many.embedding),
+        np.array([a.kept + m.kept for a, m in both_K]),
+        np.array([max(a.peak, a.kept + m.peak) for a, m in both_K]),
+        np.array([max(a.peak + 2 * row, a.kept + m.peak + row) for a, m in both_K]),
+        head,
+        row,
+        gathered if layout.sequence_parallel else 0,
+    )
+
+
+def _head(setting: Setting, tokens: int) -> _Part:
+    """Return the loss head, whose logits exist in chunks: affine in the tokens from `LONG` on, and counted below."""
+    if tokens <= LONG:
+        head = head_of(setting, tokens)
+        return _Part(head.kept, head.levels.max())
+    half, whole = (_head(setting, number) for number in (LONG // 2, LONG))
+    return _Part(whole.kept, whole.peak + (tokens - LONG) * (whole.peak - half.peak) / (LONG // 2))
+
+
+def _counts(setting: Setting, layout: Layout) -> list[Layers]:
+    return layers_of(replace(setting, layout=_model_only(layout)), (FEW, MANY))
+
+
+@cache
+def _model_only(layout: Layout) -> Layout:
+    """Return the layout of the fewest ranks, with one stage, that divides layers like this one."""
+    ranks = lcm(layout.tp * layout.context, layout.ep * layout.etp)
+    return replace(layout, pp=1, vpp=1, dp=ranks // (layout.tp * layout.context))
+
+
+def _at(tokens: int, few: Counted, many: Counted) -> _Part:
+    """Return a part at another number of tokens. Every level of memory is affine in it. Where the two have other ops,
+    because loops over tokens are longer, the highest level is taken for affine."""
+    share = (tokens - FEW) / (MANY - FEW)
+    if len(few.levels) == len(many.levels):
+        peak = (few.levels + share * (many.levels - few.levels)).max()
+    else:
+        peak = few.levels.max() + share * (many.levels.max() - few.levels.max())
+    return _Part(few.kept + share * (many.kept - few.kept), float(peak))

@@ -1,4 +1,4 @@
-"""Check by the formula of memory that a run fits its GPUs, before it starts; compare the plan with measured peaks."""
+"""Check by counting that a run fits its GPUs, before it starts; compare the plan with measured peaks."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -6,7 +6,7 @@ from functools import cache
 
 from isoloss.engine.config import rules
 from isoloss.engine.config.schema import Config, MemoryConfig
-from isoloss.engine.memory.estimate import StageMemory, step_memory
+from isoloss.engine.memory.estimate import StageMemory, resident_memory, step_memory
 from isoloss.engine.memory.limits import GIB, room
 from isoloss.models.architecture import Architecture
 from isoloss.parallel import Layout, UserError
@@ -18,12 +18,11 @@ WORKSPACES = 64 << 20  # memory that cuBLAS keeps on a Hopper GPU; no plan count
 def planned(config: Config, arch: Architecture, layout: Layout) -> list[StageMemory]:
     """Return the memory of every pipeline rank, with micro-batches of batch.max_tokens or, if more, data.max_length.
 
-    With Transformer Engine's layers, which the formula does not know, no activations are counted.
+    With Transformer Engine's layers, which cannot be counted without a GPU, there are no activations.
     """
     longest = max(config.batch.max_tokens, config.data.max_length)
     full = replace(config, batch=replace(config.batch, max_tokens=longest))
-    stages = step_memory(full, arch, layout)
-    return [replace(stage, activations=0.0) for stage in stages] if config.model.transformer_engine else stages
+    return (resident_memory if config.model.transformer_engine else step_memory)(full, arch, layout)
 
 
 def check(config: Config, arch: Architecture, layout: Layout, device_bytes: float) -> None:

@@ -46,7 +46,7 @@ class RolloutConfig(Keys, group="rollout"):
     )
     max_staleness: int = key(
         0,
-        "sglang: how many batches older than the batch's own weights those may be that made a token. 0: on policy, the "
+        "sglang: largest age of the weights that make a token, in batches that have begun since. 0: on policy, the "
         "trainer waits; from 1 on, prompts of the next batches are generated while the trainer trains.",
         at_least=0,
     )

@@ -66,7 +66,9 @@ def resolve(config: Config) -> ModelSource:
     side_files = SideFiles.of(folder)
     layout = config.parallel.layout().with_world(_world_size())
     rules.check(config, arch, layout)
-    if config.memory.check and (memory := device.memory_bytes()) is not None:
+    memory = device.memory_bytes() if config.memory.check else None
+    # One rank a node: a rank that counts starts a process for that.
+    if memory is not None and environment.local_rank() == 0:
         preflight.check(config, arch, layout, memory)
     from_scratch = config.model.from_scratch
     weights = RandomWeights(arch, config.train.seed) if from_scratch else open_weights(path, arch)

@@ -16,11 +16,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 from isoloss.engine.checkpoint import checkpoint
 from isoloss.engine.checkpoint.writer import share_writing  # before a dry run stands in for it
 from isoloss.engine.config.schema import Config
+from isoloss.engine.memory.nowhere import SimulatedRank, without_values
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.model_source import resolve
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.plan.rank import NoWeights
-from isoloss.tools.plan.world import join, without_values
+from isoloss.tools.plan.world import join
 
 
 def share_of(config: Config, rank: int, world_size: int, told: Mapping[int, Any]) -> tuple[int, int, Any]:
@@ -28,7 +29,7 @@ def share_of(config: Config, rank: int, world_size: int, told: Mapping[int, Any]
 
     told: what every rank tells; {}: each the same as this one, and then the bytes are not right.
     """
-    recorder, telling = join(rank, world_size, 8, "cuda", "meta"), []
+    recorder, telling = join(SimulatedRank(rank, world_size)), []
 
     def gather(objects: list, mine: Any, group: dist.ProcessGroup | None = None) -> None:
         telling.append(mine)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from support.ranks import groups
 from support.runs import warm
 from support.runs.runs import TINY, conversation, write_model, write_rows
@@ -150,6 +151,35 @@ def test_ranks_stand_where_megatron_puts_them(layout, pool):
     layout = Layout.parse(layout)
     for rank, members in enumerate(pool.run(8, groups.members, layout)):
         assert picture.place(rank, layout) == (members["pp"].index(rank), members["dp"].index(rank))
+
+
+@pytest.mark.parametrize(
+    ("largest", "most", "unit", "top", "shown"),
+    [
+        (170 << 20, 74 * GIB, "MiB", 187.0, False),  # a small model fills its frame
+        (55 * GIB, 74 * GIB, "GiB", 81.4, True),
+        (90 * GIB, 74 * GIB, "GiB", 99.0, True),  # what does not fit passes the line
+        (10 * GIB, 74 * GIB, "GiB", 11.0, False),
+    ],
+)
+def test_the_axis_fits_what_it_shows(largest, most, unit, top, shown):
+    scale = picture.scale_of(largest, most)
+    assert (scale.unit, scale.shown) == (unit, shown) and scale.top == pytest.approx(top)
+    assert ("74.0 fit" in scale.label()) == shown and ("of 74.0 GiB" in scale.label()) != shown
+
+
+def test_a_picture_says_whose_plan_it_is(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, dpi: figures.append(figure))
+    of_stages = [dataclasses.replace(report(), stage=stage) for stage in range(2)]
+    picture.draw(of_stages, Layout.parse("pp2+dp2"), 4 * GIB, "sft of mine on 4 x H100", tmp_path / "plan.png")
+    (figure,) = figures
+    memory, phases, ranks = figure.axes
+    assert figure.get_suptitle() == "sft of mine on 4 x H100, layout pp2+dp2"
+    assert memory.get_ylim() == phases.get_ylim() == (0, pytest.approx(1.1))
+    assert [text.get_text() for text in ranks.texts] == ["rank 0, dp 0", "rank 1, dp 1", "rank 2, dp 0", "rank 3, dp 1"]
+    # A single node is a strip, not half of the picture.
+    assert ranks.get_subplotspec().get_gridspec().get_height_ratios()[1] < 1.1
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

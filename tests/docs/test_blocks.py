@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.runs import warm
+from support.suite.metrics_page import keys_of_runs, unexplained
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,7 @@ BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[a-z ]+): (?P<value>.+?) -->\n)?^```(?P<language>.*)\n(?P<text>(?:.*\n)*?)^```$", re.M
 )
 MAKE = re.compile(r"^make ([a-z-]+)", re.M)
+WIDEST_LINE = 80  # characters in a block
 END = 2  # the token that ends an answer
 
 
@@ -91,6 +93,13 @@ def test_every_block_is_found_and_has_a_language():
         assert not re.search(r"^\n {4}\S", outside, re.M), f"{page.name}: an indented block; give it fences"
     assert {block.where: block.language for block in ALL if block.language not in LANGUAGES} == {}
     assert {block.where: block.mark for block in ALL if block.mark and block.mark not in MARKS} == {}
+
+
+def test_a_line_of_a_block_fits_the_column_of_the_site():
+    """But for a line that is one word."""
+    lines = [(block.where, line) for block in ALL for line in block.text.splitlines()]
+    wide = [(where, line) for where, line in lines if len(line) > WIDEST_LINE]
+    assert [(where, line) for where, line in wide if len(line.removesuffix(" \\").split()) > 1] == []
 
 
 def test_at_most_ten_blocks_are_not_run():
@@ -195,6 +204,7 @@ def test_the_blocks_of_a_page_run_in_order(page, prepared, commands, tmp_path):
     shutil.copytree(prepared, folder)
     (folder / "recipes").symlink_to(ROOT / "recipes")
     told = {block.text: run(block, folder, commands) for block in BLOCKS[page] if block.runs}
+    assert unexplained(keys_of_runs(folder / "runs")) == set(), "docs/reading_a_run.md explains every metric"
     if page == "README.md":
         check_own_loop(next(lines for command, lines in told.items() if "python own_loop.py" in command))
 

@@ -23,6 +23,14 @@ def test_there_are_thirty_with_a_thread_and_a_cost():
         assert re.match(r"- \*\*[^*]+\.\*\* [\w/-]+ \d{2,5}\b.*\. Cost: .*\. Held by ", bug), bug
 
 
+def test_the_table_of_the_front_page_is_of_them():
+    rows = re.findall(r"^\| ([\w-]+) (\d+) \|.*\| `([\w-]+)` \|$", (ROOT / "README.md").read_text(), re.M)
+    assert len(rows) >= 8
+    for trainer, thread, plant in rows:
+        of_thread = [bug for bug in bugs() if re.search(rf"{trainer} [^.]*\b{thread}\b", bug)]
+        assert plant in PLANTED_BUGS and any(f"plant `{plant}`" in bug for bug in of_thread), (trainer, thread)
+
+
 def test_what_holds_them_is_there():
     catalogue = [tomllib.loads(file.read_text()) for file in (ROOT / "tests" / "mutants").glob("*.toml")]
     mutants = {mutant["name"] for file in catalogue for mutant in file["mutant"]}

@@ -72,7 +72,11 @@ def test_a_list_has_an_empty_line_before_it(page):
 
 @pages
 def test_rows_of_tables_can_be_read_in_an_editor(page):
-    assert [line for line in page.read_text().splitlines() if line.startswith("|") and len(line) > WIDEST_ROW] == []
+    """But for a page that is generated, and edited nowhere."""
+    assert (
+        page.name == "keys.md"
+        or [line for line in page.read_text().splitlines() if line.startswith("|") and len(line) > WIDEST_ROW] == []
+    )
 
 
 def test_the_site_shows_every_page_once():

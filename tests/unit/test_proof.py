@@ -64,7 +64,8 @@ def test_a_term_of_the_loss_that_differs_fails(value):
     ],
 )
 def test_a_bug_that_is_missed_has_a_status_of_its_own(errors, must_fail, status, says, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(certificate, "draw", lambda *args: None)
+    titles = []
+    monkeypatch.setattr(certificate, "draw", lambda rows, tolerance, title, path: titles.append(title))
     rows = []
     for error, must in zip(errors, must_fail, strict=True):
         found = dataclasses.replace(WHOLE, loss=WHOLE.loss * (1 + error))
@@ -74,6 +75,7 @@ def test_a_bug_that_is_missed_has_a_status_of_its_own(errors, must_fail, status,
     bug = PLANTED_BUGS["rank-local-denominators"]
     given = Config(ModelConfig("anywhere")), TOLERANCE, "fp64", bug
     assert certificate.report(rows, [sample, sample], tmp_path, *given) == status
+    assert "anywhere, 2 samples, fp64:\n" in titles[0] and says in titles[0]
     assert f"planted bug {bug.name}: " in (last := capsys.readouterr().out.splitlines()[-1]) and says in last
 
 

@@ -11,9 +11,8 @@ from isoloss.engine.step.forward_backward import run_step, run_targets
 from isoloss.parallel import sequence
 from isoloss.parallel.runtime.versions import SUPPORTED_MEGATRON
 from isoloss.tools.plan.phases import HALF
-from isoloss.tools.plan.recorder import Recorder
+from isoloss.tools.plan.recorder import Recorder, site
 from isoloss.tools.plan.report import Exchange, PhaseReport, RankReport, kind_of
-from isoloss.tools.plan.sites import site
 
 KIB = 1024
 

@@ -15,7 +15,7 @@ from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import UserError
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.plan import __main__ as plan
-from isoloss.tools.plan import preset as presets
+from isoloss.tools.plan import plans as presets
 from isoloss.tools.plan import search as searching
 from isoloss.tools.plan.estimate import host_seconds
 from isoloss.tools.plan.hardware import GPUS

@@ -8,7 +8,8 @@
 The real Engine takes a step as one rank of every pipeline stage, on tensors that have shapes and no values. So memory
 is counted, not guessed: rows are full (batch.max_tokens) and every token is a target. model.path needs no more than
 config.json; with data.train also a tokenizer, and the rows of the file are planned too. Seconds are an estimate, from
-the data sheet of the GPU. With --search every legal layout is ranked, by formulas of memory and time.
+the data sheet of the GPU. With --search every legal layout is ranked, by one counted layer of each kind and a formula
+of time.
 Exit status: 0 it fits, 1 it does not, 2 a mistake in the arguments or the configuration.
 """
 
@@ -17,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from isoloss.engine.memory import counting_process
 from isoloss.parallel import UserError
 from isoloss.recipes.command_line import refuse_repeated
 from isoloss.recipes.launch import RECIPES, compose_config, print_error_once
@@ -35,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"--write {arguments.write} writes what --search found: add --search")
         _check_files(arguments)
         config, _, preset = compose_config(arguments.recipe, RECIPES[arguments.recipe].config, arguments.overrides)
+        if arguments.search:
+            counting_process.start()
         from isoloss.tools.plan import plans  # its import takes seconds: help and a mistake do not wait for it
 
         print(f"{arguments.recipe} preset={preset} on {arguments.gpus} x {GPUS[arguments.gpu].name}")

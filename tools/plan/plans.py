@@ -3,18 +3,25 @@
 import argparse
 import json
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
+import yaml
+
+from isoloss.engine.config.parse import defaults
 from isoloss.engine.config.schema import Config
-from isoloss.engine.memory.limits import room
+from isoloss.engine.memory.limits import GIB, room
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.families.registry import hf_folder, read_architecture
+from isoloss.parallel import UserError
+from isoloss.recipes.launch import CONF
 from isoloss.tools.plan.advice import to_fit
 from isoloss.tools.plan.data_file import plan_data
 from isoloss.tools.plan.estimate import estimate
 from isoloss.tools.plan.hardware import GPUS
 from isoloss.tools.plan.picture import draw
-from isoloss.tools.plan.preset import write_preset
 from isoloss.tools.plan.rollout_batch import estimate_batch
+from isoloss.tools.plan.search import Candidate
 from isoloss.tools.plan.search import search as best_layouts
 from isoloss.tools.plan.stages import dry_runs
 from isoloss.tools.plan.tables import (
@@ -29,6 +36,7 @@ from isoloss.tools.plan.tables import (
 )
 
 BEST = 5  # layouts that are printed
+OF_THE_RUN = ("model", "output_dir")  # and the data files: a preset does not set them
 
 
 def plan(config: Config, arguments: argparse.Namespace) -> int:
@@ -48,7 +56,9 @@ def plan(config: Config, arguments: argparse.Namespace) -> int:
         text = json.dumps(plan | {"stages": [asdict(report) for report in stages]}, indent=1)
         arguments.json.write_text(text + "\n")
     if arguments.picture is not None:
-        draw(stages, layout, room(config, gpu.memory), arguments.picture)
+        model = Path(config.model.path).resolve().name
+        subject = f"{arguments.recipe} of {model} on {arguments.gpus} x {gpu.name}"
+        draw(stages, layout, room(config, gpu.memory), subject, arguments.picture)
     print(f"layout {layout}\n{stage_table(stages, config, gpu)}\n{phase_table(stages, gpu)}\n{exchange_table(stages)}")
     if data is not None:
         print(data_table(data, config, layout))
@@ -72,3 +82,32 @@ def search(config: Config, arguments: argparse.Namespace) -> int:
         file = write_preset(arguments.recipe, arguments.write, found[0])
         print(f"wrote {file}: preset={arguments.write}")
     return 0
+
+
+def write_preset(recipe: str, name: str, candidate: Candidate) -> Path:
+    """Write every key whose value is not the default. Raises UserError if a preset of this name exists."""
+    file = CONF / recipe / "preset" / f"{name}.yaml"
+    if file.exists():
+        raise UserError(f"--write {name}: {file} exists; choose another name, or delete it")
+    layout, peak = candidate.layout, max(candidate.peaks) / GIB
+    head = (
+        "# @package _global_\n# Found by isoloss.tools.plan --search, by estimates of memory and time; not run:\n"
+        f"# {layout.world_size} GPUs, {layout}: {peak:.1f} GiB, {candidate.seconds:.1f} s a step\n"
+    )
+    file.write_text(head + yaml.safe_dump(_changed(candidate.config), sort_keys=False))
+    return file
+
+
+def _changed(config: Config) -> dict[str, Any]:
+    plain = defaults(type(config))
+    changed: dict[str, Any] = {}
+    for group, values in asdict(config).items():
+        if group in OF_THE_RUN or not isinstance(values, dict):
+            continue
+        listed = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+        if group == "data":
+            listed = {key: value for key, value in listed.items() if key not in ("train", "eval")}
+        different = {key: value for key, value in listed.items() if value != plain[group][key]}
+        if different:
+            changed[group] = different
+    return changed

@@ -10,29 +10,22 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from isoloss.engine.config.schema import Config
+from isoloss.engine.memory import nowhere
+from isoloss.engine.memory.nowhere import SimulatedRank, without_values
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.model_source import resolve
-from isoloss.models.architecture import Architecture
 from isoloss.models.kinds.weight import Weight
-from isoloss.models.mcore import patches, weight_stream
-from isoloss.models.mcore.moe import dispatch
-from isoloss.models.mcore.weight_stream import Label
-from isoloss.parallel import Layout
 from isoloss.recipes.launch import RECIPES, compose_config
-from isoloss.tools.plan import world
-from isoloss.tools.plan.files import save_load_export
 from isoloss.tools.plan.phases import GENERATION, full_rows, take
-from isoloss.tools.plan.recorder import Phase, Recorder
+from isoloss.tools.plan.recorder import Phase
 from isoloss.tools.plan.report import PhaseReport, RankReport
-from isoloss.tools.plan.world import Device, Kernels, join, wait, without_values
+from isoloss.tools.plan.world import answer_exchanges, join, save_load_export
 
 # Kinds of memory that are offloaded before a phase where servers share the device.
 AWAY = {"weight sync": ("gradients", "optimizer"), GENERATION: ("weights", "gradients", "optimizer")}
@@ -42,17 +35,13 @@ class NoWeights:
     """Weights of the right shapes, without values."""
 
     def whole(self, weight: Weight) -> Tensor:
-        return torch.empty(weight.shape, device=world.DEVICE)
+        return torch.empty(weight.shape, device=nowhere.DEVICE)
 
 
 def dry_run(
     config: Config,
-    rank: int,
-    world_size: int,
+    simulated: SimulatedRank,
     *,
-    gpus_per_node: int = 8,
-    kernels: Kernels = "cuda",
-    device: Device = "meta",
     halves: bool = False,
     files: Path | None = None,
     documents: int = 1,
@@ -64,7 +53,7 @@ def dry_run(
     The optimizer takes its step on the device, as a copy to the host needs values; the bytes that
     memory.offload_optimizer keeps on the host are subtracted afterwards.
     """
-    recorder = join(rank, world_size, gpus_per_node, kernels, device)
+    recorder = join(simulated)
     share = config.memory.offload_optimizer
     config = dataclasses.replace(
         config,
@@ -74,7 +63,7 @@ def dry_run(
         batch=dataclasses.replace(config.batch, share_prefixes=False),
     )
     source = dataclasses.replace(resolve(config), weights=NoWeights())
-    answer_exchanges(source.arch, source.layout, recorder)
+    answer_exchanges(source.arch, source.layout)
     rows = full_rows(config.batch.max_tokens, source.layout, documents)
     with without_values(recorder):
         with recorder.phase("build"):
@@ -87,7 +76,7 @@ def dry_run(
     on_host = round(share * resident["optimizer"])
     last = {phase.name: phase for phase in recorder.phases}
     return RankReport(
-        rank,
+        simulated.rank,
         engine.mesh.pp.rank(),
         sum(parameter.numel() for chunk in engine.chunks for parameter in chunk.parameters()),
         micro_batches,
@@ -118,37 +107,6 @@ def storage_bytes(tensors: Sequence[Tensor]) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def answer_exchanges(arch: Architecture, layout: Layout, recorder: Recorder) -> None:
-    """Make up the answers of other ranks: sizes of messages between experts, and labels of the weight stream."""
-    if arch.experts is not None:
-        patches.answer_split_sizes(arch.experts.top_k, wait)
-        dispatch.to_host = even_counts
-        recorder.share_selected = arch.experts.top_k / arch.experts.count
-    weight_stream.gather_objects = partial(labels_of_all, layout=layout)
-
-
-def even_counts(counts: Tensor, rows: int) -> np.ndarray:
-    """Return counts as if every rank sent as many rows as this one, and each expert got the same number of them."""
-    wait("split sizes")
-    even = np.full(counts.shape, rows // counts[0, 0].numel())
-    even[..., -1, -1] += rows - even[0, 0].sum()
-    return even
-
-
-def labels_of_all(mine: Sequence[Label] | None, *, layout: Layout) -> list[Sequence[Label] | None]:
-    """Return the labels that every rank sends in a round of the weight stream: the first rank of a stage those of this
-    rank, the ranks that share its experts those of the experts, and all other ranks none."""
-    of_all: list[Sequence[Label] | None] = [None if mine is None else () for _ in range(layout.world_size)]
-    if mine is None:
-        return of_all
-    experts = [label for label in mine if ".experts." in label.name]
-    for stage in range(layout.pp):
-        first = stage * layout.world_size // layout.pp
-        for sharing in range(layout.ep):
-            of_all[first + sharing * layout.etp] = experts if sharing else mine
-    return of_all
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe", choices=RECIPES)
@@ -161,14 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args(argv)
     config = compose_config(arguments.recipe, RECIPES[arguments.recipe].config, arguments.overrides)[0]
-    report = dry_run(
-        config,
-        arguments.rank,
-        arguments.world_size,
-        kernels=arguments.kernels,
-        halves=arguments.halves,
-        documents=arguments.documents,
-    )
+    simulated = SimulatedRank(arguments.rank, arguments.world_size, kernels=arguments.kernels)
+    report = dry_run(config, simulated, halves=arguments.halves, documents=arguments.documents)
     arguments.file.write_text(report.dumps())
     return 0
 

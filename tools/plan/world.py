@@ -1,114 +1,63 @@
-"""Simulate one rank of a world: a device whose tensors have shapes and no values, and collectives that move nothing.
+"""Replace what a whole run asks other ranks and values for: packing, gathers of objects, and files.
 
-This changes torch, so it needs a process of its own. `kernels` selects which kernels are counted: those that torch
-chooses on a GPU, or those of a CPU, with which a real run on this machine can be compared.
+In files three things are replaced: the contents are made up (`made_up`), the ranks do not divide the work among each
+other (this rank writes, and later finds, all that it holds), and no check is made that the shards of all ranks make up
+whole tensors. Only rank 0 can save, load and export: it makes the folder and writes the manifest, without which the
+other ranks can do neither.
 """
 
 # A stand-in need not have the type of the attribute that it replaces.
 # pyright: reportAttributeAccessIssue=false
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.utils._pytree import tree_map_only
 
 from isoloss.engine.batching.packing import PackedBatch, StepSamples
+from isoloss.engine.checkpoint import checkpoint, writer
+from isoloss.engine.memory import nowhere
+from isoloss.engine.memory.live_bytes import made_up
 from isoloss.engine.step import forward_backward, step_batch
-from isoloss.parallel import mesh, normalizer
-from isoloss.parallel.ops import flash_linear_attention, fused
-from isoloss.parallel.runtime import cuda_stubs
-from isoloss.tools.plan import files
-from isoloss.tools.plan.recorder import Recorder, made_up
-
-# Tensors without values are meta tensors, or fake ones on a device of their own: with fake ones, an op that mixes host
-# and device is an error, as on a GPU, and everything takes twice as long.
-Device = Literal["meta", "gpu"]
-Kernels = Literal["cuda", "cpu"]
-# Kernels that torch chooses on a device, where they keep other tensors than the decompositions for meta tensors.
-DEVICE = torch.device("meta")  # `join` may choose the other one
-MULTIPROCESSORS = 132  # number on an H100
-_CHOICE = torch.library.Library("aten", "IMPL")
-_installed: tuple[Kernels, Device] | None = None
-_recorder: Recorder  # records the rank that this process simulates
-aten = torch.ops.aten
+from isoloss.engine.step.engine import Engine
+from isoloss.models.architecture import Architecture
+from isoloss.models.mcore import patches, weight_stream
+from isoloss.models.mcore.weight_stream import Label
+from isoloss.models.weights import distcp, hf_checkpoint
+from isoloss.parallel import Layout, normalizer
+from isoloss.tools.plan.recorder import Recorder
 
 
-def join(rank: int, world_size: int, gpus_per_node: int, kernels: Kernels, device: Device) -> Recorder:
-    """Become this rank, in place of another one. Return the recorder of the ops of its device, for `without_values`.
-
-    Raises ValueError if this process already has other kernels, or another device.
-    """
-    global _recorder
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank % gpus_per_node),
-        "LOCAL_WORLD_SIZE": str(min(world_size, gpus_per_node)),
-    }
-    _install(kernels, device)
-    if _installed != (kernels, device):
-        raise ValueError(f"this process is for {_installed}, not for {(kernels, device)}")
-    if dist.is_initialized():
-        mesh.destroy()
-        dist.destroy_process_group()
-    dist.init_process_group(f"cpu:fake,{device}:fake", store=FakeStore(), rank=rank, world_size=world_size)
-    _recorder = Recorder(device, gpus_per_node)
-    return _recorder
+def join(simulated: nowhere.SimulatedRank) -> Recorder:
+    """Become this rank (`nowhere.join`). Return the recorder of the ops of its device."""
+    recorder = Recorder(simulated.device, simulated.gpus_per_node)
+    nowhere.join(recorder, simulated)
+    _stand_in()
+    return recorder
 
 
-@contextlib.contextmanager
-def without_values(recorder: Recorder) -> Iterator[None]:
-    """Make tensors without values, and record their ops."""
-    if DEVICE.type == "gpu":
-        recorder.fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with recorder.fake, recorder:
-        yield
-
-
-def wait(kind: str) -> None:
-    """Count a wait of the host for the device."""
-    _recorder.wait(kind)
-
-
-def _install(kernels: Kernels, device: Device) -> None:
-    global _installed, DEVICE
-    if _installed is not None:
-        return
-    _installed = kernels, device
-    autograd = "AutogradMeta"
-    if device == "gpu":
-        _setup_privateuseone_for_python_backend("gpu")
-        DEVICE, autograd = torch.device("gpu", 0), "AutogradPrivateUse1"
-        FakeTensorMode.avoid_device_init = property(lambda self: True)
-    cuda_stubs.stand_in(DEVICE)
-    normalizer.device_of = lambda group: DEVICE  # on which tokens are counted
+@functools.cache
+def _stand_in() -> None:
+    normalizer.device_of = lambda group: nowhere.DEVICE  # on which tokens are counted
+    forward_backward.check_canary = lambda *args, **kwargs: None  # the weights that were consumed have no values
     _pack_on_the_host()
     _exchange_objects()
-    _answer_the_host()
-    files.stand_in()
-    torch.cuda.get_device_capability = lambda *args: (9, 0)  # capability of an H100
-    flash_linear_attention.why_not = lambda: "its kernels want values"
-    if kernels == "cuda":
-        torch.cuda.synchronize = lambda *args, **kwargs: wait("synchronize")
-        Tensor.is_cuda = property(lambda self: self.device.type == device)
-        _CHOICE.impl("rms_norm", _FusedRMSNorm.of, autograd)
-        fused.compiled = _counted_as_one
-    else:
-        Tensor.is_cpu = property(lambda self: self.device.type in ("cpu", device))
-        _CHOICE.impl("scaled_dot_product_attention", attention_of_cpu, autograd)
+    _write_alone()
 
 
-def _counted_as_one(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    del options
-    return lambda *args: _recorder.one_kernel(function, args)
+def answer_exchanges(arch: Architecture, layout: Layout) -> None:
+    """Make up the answers of other ranks: sizes of messages between experts, and labels of the weight stream."""
+    nowhere.share_evenly(arch)
+    weight_stream.gather_objects = partial(labels_of_all, layout=layout)
 
 
 def _pack_on_the_host() -> None:
@@ -133,101 +82,58 @@ def _exchange_objects() -> None:
     dist.all_gather_object = dist.distributed_c10d.all_gather_object = all_gather_object
 
 
-def _answer_the_host() -> None:
-    """Make up the numbers that the host reads from tensors; record sizes of storages, and pinned memory."""
-    tolist, resize, empty = Tensor.tolist, torch.UntypedStorage.resize_, torch.empty
+def labels_of_all(mine: Sequence[Label] | None, *, layout: Layout) -> list[Sequence[Label] | None]:
+    """Return the labels that every rank sends in a round of the weight stream: the first rank of a stage those of this
+    rank, the ranks that share its experts those of the experts, and all other ranks none."""
+    of_all: list[Sequence[Label] | None] = [None if mine is None else () for _ in range(layout.world_size)]
+    if mine is None:
+        return of_all
+    experts = [label for label in mine if ".experts." in label.name]
+    for stage in range(layout.pp):
+        first = stage * layout.world_size // layout.pp
+        for sharing in range(layout.ep):
+            of_all[first + sharing * layout.etp] = experts if sharing else mine
+    return of_all
 
-    def made_up_list(self: Tensor) -> Any:
-        if self.device != DEVICE and not isinstance(self, FakeTensor):
-            return tolist(self)
-        _recorder.wait("item", self)
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def save_load_export(engine: Engine, folder: Path, recorder: Recorder) -> None:
+    """Go through three phases, whose files go into `folder`. On rank 0 only."""
+    with recorder.phase("checkpoint save"):
+        engine.save(folder / "checkpoint")
+    with recorder.phase("checkpoint load"):
+        engine.load(folder / "checkpoint")
+    with recorder.phase("export"):
+        engine.export_hf(folder / "hf")
+
+
+def _write_alone() -> None:
+    """Make files hold made-up values and only this rank's tensors, from now on."""
+    torch.save = _with_values(torch.save)
+    hf_checkpoint.save_file = _with_values(hf_checkpoint.save_file)
+    checkpoint.gather_objects = lambda mine, group=None: [mine]
+    writer.share_writing = lambda state, replicas: None
+    _DistWrapper.__init__ = functools.partialmethod(_alone, _DistWrapper.__init__)
+    distcp.check_whole = lambda stored: None
+    patches.trust_shards()
+
+
+def _with_values(write: Callable[..., None]) -> Callable[..., None]:
+    def made_up_write(what: Any, *args: Any, **kwargs: Any) -> None:
         with unset_fake_temporarily():
-            return tolist(torch.full(self.shape, made_up(self.dtype)))
+            write(tree_map_only(Tensor, _made_up_tensor, what), *args, **kwargs)
 
-    def recorded_resize(self: torch.UntypedStorage, size: int) -> Any:
-        _recorder.resized(self, size)
-        return resize(self, size)
-
-    def pinned(self: Tensor) -> Tensor:
-        _recorder.pin(self)
-        return self
-
-    def recorded_empty(*args: Any, **kwargs: Any) -> Tensor:
-        out = empty(*args, **kwargs)
-        if kwargs.get("pin_memory"):
-            _recorder.pin(out)
-        return out
-
-    torch.empty = recorded_empty
-    Tensor.tolist = made_up_list
-    Tensor.pin_memory = pinned
-    torch.UntypedStorage.resize_ = recorded_resize
-    torch.cuda.is_available = lambda: True  # else Megatron makes weights on the host
-    # With a torch that is built for CUDA its optimizers would ask the driver, which need not be here, for a stream.
-    torch.accelerator.current_accelerator = lambda check_available=False: None
-    forward_backward.check_canary = lambda *args, **kwargs: None  # the weights that were consumed have no values
+    return made_up_write
 
 
-class _FusedRMSNorm(torch.autograd.Function):
-    """CUDA's RMSNorm (aten/src/ATen/native/cuda/layer_norm_kernel.cu): one kernel in the forward, two in the backward.
-    It keeps the input, the weight and one number a row; a tensor with gaps is copied first."""
-
-    @staticmethod
-    def of(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        del shape, eps
-        return _FusedRMSNorm.apply(x, weight)
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        out, scale = _recorder.one_kernel(rms_norm, (x.contiguous(), weight))
-        ctx.save_for_backward(x, weight, scale)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, scale = ctx.saved_tensors
-        grad, x = grad.contiguous(), x.contiguous()
-        grad_x = _recorder.one_kernel(rms_norm_input_gradient, (grad, x, weight, scale))
-        return grad_x, _weight_gradient(grad, x, scale)
+def _made_up_tensor(tensor: Tensor) -> Tensor:
+    has_values = tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
+    return tensor if has_values else torch.full(tensor.shape, made_up(tensor.dtype), dtype=tensor.dtype)
 
 
-def _weight_gradient(grad: Tensor, x: Tensor, scale: Tensor) -> Tensor:
-    """Count one kernel; for many short rows it makes parts, which a second one adds up."""
-    rows, blocks = scale.numel(), -(-x.shape[-1] // 32)
-    many = rows > 64 * 1024 and x.shape[-1] // 32 < MULTIPROCESSORS // 2
-    parts = min(32 * 1024 // blocks, -(-rows // 32)) if many else 1
-    gradients = _recorder.one_kernel(rms_norm_weight_gradients, (grad, x, scale, parts))
-    return gradients.sum(0) if many else gradients[0]
-
-
-def rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    del weight
-    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-
-
-def rms_norm_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    del grad, weight, scale
-    return torch.empty_like(x)
-
-
-def rms_norm_weight_gradients(grad: Tensor, x: Tensor, scale: Tensor, parts: int) -> Tensor:
-    del grad, scale
-    return x.new_empty(parts, x.shape[-1])
-
-
-def attention_of_cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Compute attention by one kernel of the CPU, whatever the arguments are."""
-    del enable_gqa
-    return aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-    )[0]
+def _alone(self: _DistWrapper, init: Callable[..., None], group: Any, use_dist: bool, coordinator_rank: int) -> None:
+    """Initialize the wrapper without distribution, so that this rank alone plans what is written or read."""
+    del use_dist
+    init(self, group, False, coordinator_rank)

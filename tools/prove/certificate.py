@@ -137,7 +137,9 @@ def report(
         ],
     }
     (folder / "proof.json").write_text(json.dumps(certificate, indent=2) + "\n")
-    draw(rows, tolerance, folder / "proof.png")
+    title = f"{rows[0].case.name} of {Path(config.model.path).resolve().name}, {len(samples)} samples, {precision}:\n"
+    verdict_of_all = f"{agree} of {len(rows)} runs agree" if bug is NO_BUG else bug_summary(rows, bug)
+    draw(rows, tolerance, title + verdict_of_all, folder / "proof.png")
     if bug is NO_BUG:
         for row in rows:
             if not row.against.passed:
@@ -164,11 +166,12 @@ def bug_summary(rows: Sequence[ProofRun], bug: PlantedBug) -> str:
     )
 
 
-def draw(rows: Sequence[ProofRun], tolerance: Tolerance, path: Path) -> None:
+def draw(rows: Sequence[ProofRun], tolerance: Tolerance, title: str, path: Path) -> None:
     """Draw the relative errors of every run on a logarithmic axis, with the tolerances."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 1.5 + 0.25 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(9, 1.8 + 0.25 * len(rows)), layout="constrained")
+    figure.suptitle(title, fontsize=10)
     axes = figure.subplots()
     names = [f"{row.layout}  {row.case.loss.aggregation}  {micro_batches(row)}" for row in rows]
     floor = 1e-18  # a difference of exactly 0 has no logarithm
@@ -184,5 +187,6 @@ def draw(rows: Sequence[ProofRun], tolerance: Tolerance, path: Path) -> None:
     axes.set_yticks(range(len(rows)), names, fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("relative error against one rank and one micro-batch")
-    axes.legend(fontsize=7, loc="best")
-    figure.savefig(path, dpi=130)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))  # outside: it would hide points
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=110)

@@ -31,7 +31,7 @@ from isoloss.engine.config.schema import (
     ParallelConfig,
     TrainConfig,
 )
-from isoloss.engine.memory.estimate import step_memory
+from isoloss.engine.memory.estimate import resident_memory
 from isoloss.engine.rl.config import RLConfig, RLDataConfig, RolloutConfig
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import family_of
@@ -200,15 +200,12 @@ def first_refusals(arch: Architecture) -> Iterator[str]:
 
 
 def memory(arch: Architecture) -> Iterator[str]:
+    """Weights, gradients and optimizer; activations are counted, and compared with dry runs."""
     for degrees in ({}, {"tp": 2}, {"ulysses": 2, "pp": 2}, {"tp": 2, "ep": 2}):
-        for settings in (MemoryConfig(), MemoryConfig("selective"), MemoryConfig("full")):
-            parallel = ParallelConfig(**degrees)
-            layout = parallel.layout().with_world(8)
-            config = Config(
-                ModelConfig("anywhere"), DataConfig(max_length=256), parallel=parallel, memory=settings,
-                train=TrainConfig(precision="bf16"),
-            )  # fmt: skip
-            yield f"{degrees} {settings.recompute}: {step_memory(config, arch, layout)}"
+        parallel = ParallelConfig(**degrees)
+        precision = TrainConfig(precision="bf16")
+        config = Config(ModelConfig("anywhere"), DataConfig(max_length=256), parallel=parallel, train=precision)
+        yield f"{degrees}: {resident_memory(config, arch, parallel.layout().with_world(8))}"
 
 
 SECTIONS: Mapping[str, Callable[[Architecture], Iterator[str]]] = {

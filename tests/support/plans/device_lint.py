@@ -19,8 +19,8 @@ from pathlib import Path
 
 from isoloss.parallel.runtime.versions import SUPPORTED_MEGATRON
 from isoloss.tools.plan.phases import HALF
+from isoloss.tools.plan.recorder import SOURCES
 from isoloss.tools.plan.report import PhaseReport, RankReport
-from isoloss.tools.plan.sites import SOURCES
 from support.models import families
 from support.plans import dry_runs
 

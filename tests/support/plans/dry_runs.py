@@ -12,11 +12,11 @@ from unittest import mock
 
 import torch
 
+from isoloss.engine.memory.nowhere import Device, Kernels, SimulatedRank
 from isoloss.recipes.launch import RECIPES, compose_config
 from isoloss.tools.plan import rank
 from isoloss.tools.plan.rank import dry_run
 from isoloss.tools.plan.report import RankReport
-from isoloss.tools.plan.world import Device, Kernels
 from support.faults.device_faults import FAULTS
 from support.runs import warm
 
@@ -72,9 +72,8 @@ def _outcome(row: Row) -> str:
         for fault in row.faults:
             planted.enter_context(FAULTS[fault]())
         try:
-            report = dry_run(
-                config, row.rank, row.world, kernels=row.kernels, device=row.device, halves=row.halves, files=files
-            )
+            simulated = SimulatedRank(row.rank, row.world, kernels=row.kernels, device=row.device)
+            report = dry_run(config, simulated, halves=row.halves, files=files)
         except RuntimeError as error:
             return json.dumps(f"{type(error).__name__}: {error}")
     return report.dumps()
