@@ -21,7 +21,15 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Engine(engine.Engine):
-    __doc__ = engine.Engine.__doc__
+    """A model on a mesh, with its optimizer, that trains and generates.
+
+    source: the result of `resolve(config)`; None: resolve it here.
+    critic_of: build a critic, the same model with a value head, on the mesh of this other engine.
+
+    Every rank calls every method with the same arguments: all samples of a step, or a `Holder` of them, such as
+    `RankZeroSamples`. The plan then decides, purely from their lengths, which rank sees which.
+    Raises UserError (from the constructor, before any process group exists) for a layout the model does not admit.
+    """
 
     @cached_property
     def tokenizer(self) -> Any:
