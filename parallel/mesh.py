@@ -33,24 +33,26 @@ class Mesh:
 
     @classmethod
     def create(cls, layout: Layout, cp_kernel: str = "isoloss") -> "Mesh":
-        """Create the groups, and destroy those of a previous mesh of this process.
+        """Create the groups, and destroy those of a previous mesh of this process, which then is not `usable`. In a
+        world of one rank, take over its groups: one process may hold several models.
 
         `torch.distributed` must be initialized. Raises ValueError if the world has not `layout.world_size` ranks.
         Collective over the world.
         """
         if layout.world_size != dist.get_world_size():
             raise ValueError(f"layout {layout} needs {layout.world_size} ranks, the world has {dist.get_world_size()}")
-        destroy()
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-            context_parallel_size=layout.context,
-            hierarchical_context_parallel_sizes=[layout.ulysses, layout.ring],
-            expert_model_parallel_size=layout.ep,
-            expert_tensor_parallel_size=layout.etp,
-            create_gloo_process_groups=False,
-        )
+        if layout.world_size > 1 or not _is_alive(parallel_state.get_tensor_model_parallel_group(False)):
+            destroy()
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=layout.tp,
+                pipeline_model_parallel_size=layout.pp,
+                virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+                context_parallel_size=layout.context,
+                hierarchical_context_parallel_sizes=[layout.ulysses, layout.ring],
+                expert_model_parallel_size=layout.ep,
+                expert_tensor_parallel_size=layout.etp,
+                create_gloo_process_groups=False,
+            )
         tp, pp = (
             _one(parallel_state.get_tensor_model_parallel_group()),
             _one(parallel_state.get_pipeline_model_parallel_group()),
@@ -73,6 +75,11 @@ class Mesh:
             megatron=ProcessGroupCollection.use_mpu_process_groups(),
             cp_kernel=cp_kernel,
         )
+
+    @property
+    def usable(self) -> bool:
+        """Return whether the groups of this mesh still exist."""
+        return _is_alive(self.tp)
 
     def is_first_stage(self, chunk: int) -> bool:
         """Return True if model chunk `chunk` of this rank holds the embedding."""
@@ -103,6 +110,10 @@ class Mesh:
         """Return the number of tokens to a multiple of which a packed row is padded, so that all shards are equal."""
         shards = self.layout.context * (self.layout.tp if self.layout.sequence_parallel else 1)
         return math.lcm(shards, self.document_multiple)
+
+
+def _is_alive(group: Any) -> bool:
+    return group in dist.distributed_c10d._world.pg_map
 
 
 def _one(group) -> dist.ProcessGroup:

@@ -21,17 +21,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoloss.engine.batching.sample import Sample
-from isoloss.engine.config.schema import BatchConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
-from isoloss.engine.data.chat import load_tokenizer
-from isoloss.engine.data.dataset import draw_indices
-from isoloss.engine.rl.backends.local.transformers_backend import TransformersBackend
-from isoloss.engine.rl.prompts import load_prompts
-from isoloss.engine.rl.trajectory import Completion, Prompt, Request, Sampling
-from isoloss.engine.step.engine import Engine
-from isoloss.engine.step.losses import Loss, TokenInputs
-from isoloss.engine.step.optimizer import learning_rate
-from isoloss.models.families.registry import read_architecture
+from isoloss.engine import (
+    BatchConfig,
+    Completion,
+    Config,
+    DataConfig,
+    Engine,
+    Loss,
+    ModelConfig,
+    OptimConfig,
+    Prompt,
+    Sample,
+    Sampling,
+    TokenInputs,
+    TrainConfig,
+    draw_indices,
+    learning_rate,
+    load_prompts,
+)
 
 SORT = Path(__file__).parent / "assets" / "sort"
 NUM_PROMPTS, NUM_GENERATIONS, MINIBATCHES = 32, 8, 2
@@ -73,27 +80,15 @@ def to_sample(prompt: Prompt, completion: Completion, advantage: float) -> Sampl
     return Sample(tokens_T, mask_T, fields={"advantages": advantage * mask_T, "rollout_logprobs": logprobs_T})
 
 
-class Policy:
-    """Generates with the weights of the engine, and rewards the completions."""
+def generate(engine: Engine, prompts: Sequence[Prompt], ids: Sequence[str]) -> tuple[list[Completion], list[float]]:
+    """Return a completion of each prompt by the engine's weights, and its reward; the same on every rank.
 
-    def __init__(self, engine: Engine, folder: str):
-        self.engine, self.tokenizer = engine, load_tokenizer(folder, engine.arch.vocab_size)
-        self.backend = TransformersBackend(folder, engine.model.dtype, engine.device, concurrency=256)
-        self.sampling = Sampling(MAX_NEW_TOKENS, stop_token_ids=(self.tokenizer.eos_token_id,), seed=SEED)
-
-    def update_weights(self, version: int) -> None:
-        """Copy the engine's weights to the backend."""
-        self.backend.update_weights(self.engine.weight_stream(64 << 20, self.backend.receives), version)
-
-    def generate(self, prompts: Sequence[Prompt], ids: Sequence[str]) -> tuple[list[Completion], list[float]]:
-        """Return a completion of each prompt and its reward. ids: seeds of the completions, which depend on no
-        other."""
-        requests = [Request(id, prompt.tokens) for id, prompt in zip(ids, prompts)]
-        results = [self.backend.generate(requests, self.sampling)]
-        dist.broadcast_object_list(results, src=0)  # rank 0 alone has them; from here on all ranks compute the same
-        completions = [completion for completion in results[0] if completion]  # a model of this process loses none
-        texts = [self.tokenizer.decode([*completion.tokens], skip_special_tokens=True) for completion in completions]
-        return completions, list(map(reward, texts, completions, prompts))
+    ids: seeds of the completions, which depend on no other.
+    """
+    sampling = Sampling(MAX_NEW_TOKENS, stop_token_ids=(engine.tokenizer.eos_token_id,), seed=SEED)
+    completions = engine.generate([prompt.tokens for prompt in prompts], sampling, ids=ids)
+    texts = [engine.tokenizer.decode([*completion.tokens], skip_special_tokens=True) for completion in completions]
+    return completions, list(map(reward, texts, completions, prompts))
 
 
 def main(folder: str, steps: int = 60, *, task: Path = SORT) -> list[Step]:
@@ -107,13 +102,11 @@ def main(folder: str, steps: int = 60, *, task: Path = SORT) -> list[Step]:
         optim=OptimConfig(lr=2e-4, warmup_steps=5, schedule="constant"),
         train=TrainConfig(precision="fp32", seed=SEED),
     )
-    tokenizer = load_tokenizer(folder, read_architecture(folder).vocab_size)
+    engine = Engine(config)
     data = DataConfig(train=(str(task / "rl.jsonl"),), eval=(str(task / "eval.jsonl"),))
     problems, held_out = (
-        load_prompts(data, split, tokenizer, max_prompt_tokens=64).prompts for split in ("train", "eval")
+        load_prompts(data, split, engine.tokenizer, max_prompt_tokens=64).prompts for split in ("train", "eval")
     )
-    engine = Engine(config)
-    policy = Policy(engine, folder)
     loss = Loss.of(clip_loss, aggregation="token-mean")
 
     def report(line: str) -> None:
@@ -121,19 +114,17 @@ def main(folder: str, steps: int = 60, *, task: Path = SORT) -> list[Step]:
             print(line, flush=True)
 
     def held_out_reward() -> float:
-        return float(np.mean(policy.generate(held_out, [f"{prompt.id}/eval/0" for prompt in held_out])[1]))
+        return float(np.mean(generate(engine, held_out, [f"{prompt.id}/eval/0" for prompt in held_out])[1]))
 
     history: list[Step] = []
+    report(f"held-out reward {held_out_reward():.3f}")
     while len(history) < steps:
-        policy.update_weights(version=len(history))
-        if not history:
-            report(f"held-out reward {held_out_reward():.3f}")
         first = len(history) // MINIBATCHES * NUM_PROMPTS
         rows = draw_indices(len(problems), first, NUM_PROMPTS, SEED).tolist()
         drawn = [(f"{problems[row].id}/{draw}", problems[row]) for draw, row in enumerate(rows, start=first)]
         prompts = [prompt for _, prompt in drawn for _ in range(NUM_GENERATIONS)]
         ids = [f"{id}/{k}" for id, _ in drawn for k in range(NUM_GENERATIONS)]
-        completions, rewards = policy.generate(prompts, ids)
+        completions, rewards = generate(engine, prompts, ids)
         advantages_PG = group_advantages(torch.tensor(rewards, dtype=torch.float64).view(NUM_PROMPTS, -1))
         samples = list(map(to_sample, prompts, completions, advantages_PG.flatten().tolist()))
         # Every rank gives the same samples. The engine divides them among the ranks, and counts over all.
@@ -143,7 +134,6 @@ def main(folder: str, steps: int = 60, *, task: Path = SORT) -> list[Step]:
             result = engine.optim_step(learning_rate(len(history), config.optim, steps))
             history.append(Step(sum(rewards) / len(rewards), metrics.loss, result.grad_norm))
         report(f"step {len(history):3}  reward {history[-1].reward:.3f}  gradient norm {history[-1].grad_norm:.6f}")
-    policy.update_weights(version=len(history))
     report(f"held-out reward {held_out_reward():.3f}")
     return history
 

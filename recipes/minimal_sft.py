@@ -11,11 +11,20 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from isoloss.engine.config.schema import BatchConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
-from isoloss.engine.data.dataset import load_dataset, step_indices
-from isoloss.engine.step.engine import Engine
-from isoloss.engine.step.losses import Loss, negative_log_likelihood
-from isoloss.engine.step.optimizer import learning_rate
+from isoloss.engine import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    Engine,
+    Loss,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+    learning_rate,
+    load_dataset,
+    negative_log_likelihood,
+    step_indices,
+)
 
 TINY = Path(__file__).parent / "assets" / "tiny"
 GLOBAL_SIZE = 32  # sequences in an optimizer step, however many ranks and micro-batches there are

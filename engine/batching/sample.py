@@ -40,8 +40,13 @@ class Sample:
     targets_T: Tensor | None = None
 
     def __post_init__(self):
-        if self.tokens_T.ndim != 1 or self.tokens_T.numel() == 0:
-            raise ValueError(f"tokens_T must be a non-empty vector, not of shape {tuple(self.tokens_T.shape)}")
+        if not (isinstance(self.tokens_T, Tensor) and isinstance(self.mask_T, Tensor)):
+            name = "mask_T" if isinstance(self.tokens_T, Tensor) else "tokens_T"
+            raise ValueError(f"{name} is a {type(getattr(self, name)).__name__}: make it a tensor by torch.tensor")
+        if self.tokens_T.ndim != 1 or self.tokens_T.numel() == 0 or self.tokens_T.dtype != torch.int64:
+            raise ValueError(
+                f"tokens_T must be a non-empty int64 vector, not {self.tokens_T.dtype} {tuple(self.tokens_T.shape)}"
+            )
         if self.mask_T.shape != self.tokens_T.shape or self.mask_T.dtype != torch.bool:
             raise ValueError(
                 f"mask_T must be bool of shape {tuple(self.tokens_T.shape)}, not {self.mask_T.dtype} "
@@ -56,9 +61,10 @@ class Sample:
                 f"{tuple(targets_T.shape)}"
             )
         for name, values in self.fields.items():
-            if values.shape != self.tokens_T.shape:
+            if not isinstance(values, Tensor) or values.shape != self.tokens_T.shape:
+                found = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
                 raise ValueError(
-                    f"fields[{name!r}] must have shape {tuple(self.tokens_T.shape)}, not {tuple(values.shape)}"
+                    f"fields[{name!r}] must be a tensor of shape {tuple(self.tokens_T.shape)}, not {found}"
                 )
 
     def __len__(self) -> int:
@@ -105,8 +111,16 @@ def sequence_numbers(samples: Sequence[Sample]) -> list[int]:
     return numbers
 
 
-def check_targets(samples: Sequence[Sample], vocab_size: int) -> None:
-    """Raise UserError if a target of targets_T is no token id."""
+def check_tokens(samples: Sequence[Sample], vocab_size: int) -> None:
+    """Raise UserError, with the sample, if a token or a target of targets_T is no token id."""
+    if samples and not _are_below(vocab_size, torch.cat([sample.tokens_T for sample in samples])):
+        for number, sample in enumerate(samples):
+            wrong = sample.tokens_T[(sample.tokens_T < 0) | (sample.tokens_T >= vocab_size)]
+            if len(wrong):
+                raise UserError(
+                    f"sample {number} ({sample.id!r}) has the token {int(wrong[0])}, and the model's are 0 to "
+                    f"{vocab_size - 1}: tokenize it with the model's tokenizer"
+                )
     for sample in samples:
         if sample.targets_T is not None:
             targets = sample.targets_T[sample.mask_T]
@@ -116,6 +130,11 @@ def check_targets(samples: Sequence[Sample], vocab_size: int) -> None:
                     f"targets_T of sample {sample.id!r} has the target {int(wrong[0])}, and the model's tokens are "
                     f"0 to {vocab_size - 1}: correct it, or set mask_T to False there"
                 )
+
+
+def _are_below(vocab_size: int, tokens_O: Tensor) -> bool:
+    lowest, highest = tokens_O.aminmax()
+    return int(lowest) >= 0 and int(highest) < vocab_size
 
 
 def grouped_by_prompt(samples: Sequence[Sample]) -> list[Sample]:

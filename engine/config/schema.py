@@ -9,16 +9,23 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import date
+from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self, cast
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from isoloss.engine.config import config_file
+from isoloss.engine.config.parse import build
 from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.models.mcore.kernels import Kernels
+from isoloss.parallel import UserError
 from isoloss.parallel.aggregation import MODES, Aggregation
 from isoloss.parallel.layout import MODEL_AXES, Degrees, Layout
-from isoloss.parallel.runtime.config_key import Keys, key, require
+from isoloss.parallel.runtime.config_key import Keys, key, require, typed
 
 DATE = "strftime_now"  # transformers' name for the clock that chat templates may call
 
@@ -486,6 +493,13 @@ class Config:
     output_dir: str | None = key(None, "Folder of the run; null: runs/RECIPE-PRESET, with a number if that exists.")
 
     def __post_init__(self):
+        for part in fields(self):
+            value = getattr(self, part.name)
+            if not is_dataclass(part.type):
+                object.__setattr__(self, part.name, typed(part.name, part, value))
+            elif not isinstance(value, cast(type, part.type)):
+                wanted = cast(type, part.type).__name__
+                raise UserError(f"{part.name} is of type {type(value).__name__}: give {part.name}={wanted}(...)")
         require(
             not self.data.is_mixture or self.train.steps is not None,
             "train.steps",
@@ -493,6 +507,20 @@ class Config:
             "must be a number with weights in data.train: the files end at different steps, so train.epochs has no "
             "meaning",
         )
+
+    @classmethod
+    def from_file(cls, path: str | PathLike) -> Self:
+        """Return the configuration of a YAML file, such as the config.yaml that a run writes; absent keys have their
+        defaults. Raises UserError, with file and line, for one that cannot be read, and for a wrong key or value."""
+        file = config_file.read(Path(path), cls, {})
+        if file.preset is not None:
+            raise UserError(f"{path}: preset={file.preset} is read by the recipes' command line alone: take it out")
+        try:
+            return build(
+                cls, {"model": {}, **cast(dict, OmegaConf.to_container(OmegaConf.create(file.nested()), resolve=True))}
+            )
+        except (UserError, OmegaConfBaseException) as error:
+            raise UserError(f"{path}: {' '.join(str(error).split())}") from None
 
     def accumulates_in_products(self, *, on_gpu: bool) -> bool:
         """Return parallel.gradient_accumulation_fusion, or its default."""

@@ -90,10 +90,13 @@ def imported(function: str, key: str) -> Callable[..., Any]:
         raise UserError(f"{key}={function} {error}") from None
 
 
-def check_functions(advantage: str, loss: str) -> None:
-    """Raise UserError where a function of the user's cannot be imported, or takes other arguments than it will get."""
+def check_functions(advantage: str, loss: str, given_loss: Callable[..., Any] | None = None) -> None:
+    """Raise UserError where a function of the user's cannot be imported, or takes other arguments than it will get.
+
+    given_loss: the function itself that `loss` names.
+    """
     of_advantage = imported(advantage_of(advantage).function, "algorithm.advantage")
-    of_loss = imported(loss_of(loss).function, "algorithm.loss")
+    of_loss = given_loss or imported(loss_of(loss).function, "algorithm.loss")
     if advantage not in ADVANTAGES:
         _check_call(f"algorithm.advantage={advantage}", of_advantage, "(rewards_S, group_S, valid_S)", *"RGV")
     if loss not in LOSSES:

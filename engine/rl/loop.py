@@ -1,12 +1,18 @@
 """Run the reinforcement learning loop: prompts -> rollout -> reward -> advantage -> optimizer steps -> weights."""
 
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
 
 from isoloss.engine.batching.distribute import Scatter
 from isoloss.engine.batching.sample import sequence_numbers
+from isoloss.engine.data.in_memory import GivenRows
 from isoloss.engine.rl.algorithms import check_functions
 from isoloss.engine.rl.backends.servers.api_key import api_key_of
-from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
 from isoloss.engine.rl.critic import Critic
 from isoloss.engine.rl.experience import Models, RolloutBatch, minibatches, with_advantages, with_logprobs
 from isoloss.engine.rl.group_sampling import SampledGroups, sample_groups
@@ -22,22 +28,48 @@ from isoloss.engine.rl.report import (
     rollout_stats,
     summary,
 )
+from isoloss.engine.rl.reward.in_process import Reward, name_of, named
 from isoloss.engine.rl.rollout import Rollout
 from isoloss.engine.rl.setup import RLData, load_data, open_rewarder, open_rollout
-from isoloss.engine.run.run import Run, RunResult
+from isoloss.engine.run.callbacks import NO_CALLBACKS, Callbacks
+from isoloss.engine.run.result import RunResult
+from isoloss.engine.run.run import Run
 from isoloss.engine.run.session import Session
+from isoloss.engine.step.losses import Loss, TokenInputs
 from isoloss.parallel.rank0 import is_main
 
 
-def train_rl(config: RLConfig, run_name: str) -> RunResult:
-    """Run reinforcement learning, from files of prompts to an exported model. Every rank of the world calls it.
+def train_rl(
+    config: RLConfig,
+    run_name: str = "grpo",
+    *,
+    train: GivenRows | None = None,
+    eval: GivenRows | None = None,
+    reward: Reward | str | Sequence[Reward | str] | None = None,
+    loss: Callable[[TokenInputs, AlgorithmConfig], Tensor] | None = None,
+    callbacks: Callbacks = NO_CALLBACKS,
+) -> RunResult:
+    """Run reinforcement learning, from rows of prompts to an exported model. Every rank of the world calls this, with
+    the same arguments; without torchrun this process is the world. It may be called again.
 
     run_name: name of the default output folder, `runs/<run_name>`.
-    Raises UserError for what the user can fix; nothing has been written by then unless training had started.
+    train, eval: rows of prompts in place of data.train and data.eval, as for `train_sft`.
+    reward: function or functions in place of reward.function, with parameters by name as docs/rewards.md lists them. A
+        function runs in this process, on rank 0, without reward.timeout; a name, such as "math", in worker processes.
+    loss: function in place of algorithm.loss, which returns one number per target, [N].
+    callbacks: functions that are called after steps, evaluations and checkpoints.
+    Raises UserError for what the user can fix, and PreemptedError, after a checkpoint, where a signal ends the run.
+    Before training only the cache of rows is written.
+
+        def reward(completion, answer):
+            return float(completion.strip() == answer)
+
+        result = train_rl(RLConfig(ModelConfig("DIR")), train=[{"prompt": "2 + 2 =", "answer": "4"}], reward=reward)
     """
-    with Session(config, run_name, load_data, check) as session:
+    config, rewards = with_functions(config, reward, loss)
+    with Session(config, run_name, load_data, partial(check, loss=loss), {"train": train, "eval": eval}) as session:
         config, data = session.config, session.data
-        rewarder = session.enter_context(open_rewarder(config, data))
+        rewarder = session.enter_context(open_rewarder(config, data, rewards))
         policy = session.open_engine()
         reference = None
         if config.algorithm.uses_reference:
@@ -48,18 +80,31 @@ def train_rl(config: RLConfig, run_name: str) -> RunResult:
         models = Models(session.enter_context(closing(Scatter(policy.mesh))), policy, reference, critic)
         others = [model for model in (reference, critic) if model is not None]
         rollout = session.enter_context(open_rollout(config, policy, data, rewarder, folder, others))
-        return _train(config, data, models, rollout, session.open_run(policy, folder, watched(config)))
+        run = session.open_run(policy, folder, watched(config), callbacks)
+        return _train(config, data, models, rollout, run, policy_loss(config, loss))
 
 
-def check(config: RLConfig) -> None:
+def with_functions(
+    config: RLConfig, reward: Reward | str | Sequence[Reward | str] | None, loss: Callable[..., Tensor] | None
+) -> tuple[RLConfig, dict[str, Reward]]:
+    """Return the configuration with the names of these functions, and by name those that run in this process."""
+    given = {} if reward is None else named(reward)
+    if given:
+        config = replace(config, reward=replace(config.reward, function=tuple(given)))
+    if loss is not None:
+        config = replace(config, algorithm=replace(config.algorithm, loss=name_of(loss)))
+    return config, {name: function for name, function in given.items() if function is not None}
+
+
+def check(config: RLConfig, loss: Callable[..., Tensor] | None = None) -> None:
     """Refuse a missing key of the servers, and functions that cannot be imported or called."""
     api_key_of(config.rollout)
-    check_functions(config.algorithm.advantage, config.algorithm.loss)
+    check_functions(config.algorithm.advantage, config.algorithm.loss, loss)
 
 
-def _train(config: RLConfig, data: RLData, models: Models, rollout: Rollout, run: Run) -> RunResult:
+def _train(config: RLConfig, data: RLData, models: Models, rollout: Rollout, run: Run, loss: Loss) -> RunResult:
     policy, critic = models.policy, models.critic
-    log, loss = RolloutLog(run.metrics), policy_loss(config)
+    log = RolloutLog(run.metrics)
     batch = restore(run, models, rollout)
     run.print([*banner(config, data, run), *copy_of_the_model(config, policy)])
     if is_main():
@@ -84,8 +129,9 @@ def _train(config: RLConfig, data: RLData, models: Models, rollout: Rollout, run
         run.log(samples, metrics, result, {**values, **of_rollout}, log.told)
 
     ended = run.finish()
-    run.print(summary(ended))
-    return ended
+    lines = summary(ended)
+    run.print(lines)
+    return replace(ended, summary=lines)
 
 
 def make_batch(groups: SampledGroups, models: Models, step: int, config: RLConfig) -> RolloutBatch:

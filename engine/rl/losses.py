@@ -26,8 +26,11 @@ LARGEST_K3 = 10.0  # most that k3 is as a penalty, per token; as in verl and NeM
 OUTLIER = 0.5  # nats between the trainer's and the backend's log-probability of a token
 
 
-def policy_loss(config: RLConfig) -> Loss:
-    """Return the loss of a policy step: the policy term, the KL term and the entropy bonus that are switched on."""
+def policy_loss(config: RLConfig, function: Callable[..., Tensor] | None = None) -> Loss:
+    """Return the loss of a policy step: the policy term, the KL term and the entropy bonus that are switched on.
+
+    function: function of (inputs, algorithm) for the policy term; None: that of algorithm.loss.
+    """
     algorithm, main = config.algorithm, config.loss.weighting()
 
     def weighting(mode: str | None) -> Aggregation:
@@ -36,7 +39,7 @@ def policy_loss(config: RLConfig) -> Loss:
         length = config.rollout.max_new_tokens if mode == "seq-mean-token-sum-norm" else None
         return dataclasses.replace(main, mode=mode, norm_length=length)
 
-    function = imported(loss_of(algorithm.loss).function, "algorithm.loss")
+    function = function or imported(loss_of(algorithm.loss).function, "algorithm.loss")
     terms = [Term(partial(function, algorithm=algorithm), main, name="policy_loss")]
     if algorithm.uses_reference and algorithm.kl_in == "loss":
         per_token = partial(kl_from_reference, estimator=kl_estimator(algorithm))

@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from isoloss.engine.config.schema import DataConfig
 from isoloss.engine.data.bad_rows import Reject, Rejects
 from isoloss.engine.data.chat import encode
 from isoloss.engine.data.chat_template import (
+    NOTHING,
     Template,
     as_the_template_reads,
     check_template_kwargs,
@@ -33,8 +35,10 @@ from isoloss.engine.data.messages import check_messages
 from isoloss.engine.data.mixture import Mixture, mixture_of, order_of
 from isoloss.engine.data.remarks import digest
 from isoloss.engine.data.rows import Row, count_rows, listed, shown, unread_rows
+from isoloss.engine.data.turn_ends import turn_ends
 from isoloss.engine.instruments.console import Progress
 from isoloss.engine.rl.trajectory import Prompt
+from isoloss.models.weights.side_files import declared_stops
 from isoloss.parallel.runtime import environment
 from isoloss.parallel.runtime.errors import UserError
 
@@ -203,3 +207,16 @@ def find_answer(values: Mapping[str, Any]) -> Any:
         if value is not None:
             return value
     return None
+
+
+def stop_tokens(folder: Path, tokenizer: Any, template_kwargs: Mapping[str, Any] = NOTHING) -> tuple[int, ...]:
+    """Return the tokens that end a completion: the tokenizer's end token, those that the folder declares, and those
+    that end the assistant's turns in the chat template."""
+    declared = declared_stops(folder, max(tokenizer.get_vocab().values()))
+    stop = tuple(sorted({*declared, *turn_ends(tokenizer, template_kwargs).values()}))
+    if not stop:
+        raise UserError(
+            f"neither the tokenizer and its chat template nor generation_config.json of {folder} names a token that "
+            "ends a completion: set eos_token in tokenizer_config.json"
+        )
+    return stop

@@ -12,10 +12,8 @@ import torch.distributed as dist
 
 from isoloss.engine.config import rules
 from isoloss.engine.data.chat import load_tokenizer
-from isoloss.engine.data.chat_template import NOTHING
 from isoloss.engine.data.dataset import check_files, steps_for_epochs
 from isoloss.engine.data.mixture import content
-from isoloss.engine.data.turn_ends import turn_ends
 from isoloss.engine.rl.backends.local.megatron_backend import MegatronBackend
 from isoloss.engine.rl.backends.local.transformers_backend import TransformersBackend
 from isoloss.engine.rl.backends.protocol import RolloutBackend
@@ -23,7 +21,8 @@ from isoloss.engine.rl.backends.servers.backend import ServerBackend
 from isoloss.engine.rl.backends.sglang.server import SGLangServer
 from isoloss.engine.rl.backends.sglang.weights import weight_sync
 from isoloss.engine.rl.config import RLConfig
-from isoloss.engine.rl.prompts import PromptSet, load_prompts
+from isoloss.engine.rl.prompts import PromptSet, load_prompts, stop_tokens
+from isoloss.engine.rl.reward.in_process import Reward
 from isoloss.engine.rl.reward.rewarder import Rewarder
 from isoloss.engine.rl.rollout import Offloadable, Rollout
 from isoloss.engine.run.folder import Fingerprint, tokenizer_folder
@@ -31,7 +30,6 @@ from isoloss.engine.run.session import Data
 from isoloss.engine.step.engine import Engine
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
-from isoloss.models.weights.side_files import declared_stops
 from isoloss.parallel import UserError
 from isoloss.parallel.runtime import environment
 
@@ -91,30 +89,18 @@ def load_data(config: RLConfig, arch: Architecture) -> RLData:
     )
 
 
-def stop_tokens(folder: Path, tokenizer: Any, template_kwargs: Mapping[str, Any] = NOTHING) -> tuple[int, ...]:
-    """Return the tokens that end a completion: the tokenizer's end token, those that the folder declares, and those
-    that end the assistant's turns in the chat template."""
-    declared = declared_stops(folder, max(tokenizer.get_vocab().values()))
-    stop = tuple(sorted({*declared, *turn_ends(tokenizer, template_kwargs).values()}))
-    if not stop:
-        raise UserError(
-            f"neither the tokenizer and its chat template nor generation_config.json of {folder} names a token that "
-            "ends a completion: set eos_token in tokenizer_config.json"
-        )
-    return stop
-
-
 @contextlib.contextmanager
-def open_rewarder(config: RLConfig, data: RLData) -> Iterator[Rewarder | None]:
+def open_rewarder(config: RLConfig, data: RLData, given: Mapping[str, Reward] = {}) -> Iterator[Rewarder | None]:
     """Open the reward functions, in worker processes of rank 0; None on other ranks, which do not call them.
 
+    given: functions of reward.function that are called in this process, by name.
     Raises UserError, on rank 0, where a function cannot be used. Enters no collective.
     """
     if environment.rank_and_world()[0] > 0:
         yield None
         return
     prompts = data.train.prompts + (data.eval.prompts if data.eval else ())
-    with Rewarder(config.reward, data.tokenizer, prompts, config.rollout.api_key_env) as rewarder:
+    with Rewarder(config.reward, data.tokenizer, prompts, config.rollout.api_key_env, given) as rewarder:
         yield rewarder
 
 

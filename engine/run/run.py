@@ -3,7 +3,6 @@
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +20,7 @@ from isoloss.engine.instruments.profiling import StepProfile
 from isoloss.engine.instruments.startup import Garbage
 from isoloss.engine.instruments.watchdog import Watchdog
 from isoloss.engine.memory import preflight
+from isoloss.engine.run.callbacks import NO_CALLBACKS, Callbacks
 from isoloss.engine.run.folder import (
     DATE_KEY,
     Fingerprint,
@@ -33,6 +33,7 @@ from isoloss.engine.run.folder import (
 from isoloss.engine.run.health import Health, Stragglers, Watched
 from isoloss.engine.run.metrics import MetricsLog, metrics_row, mfu, peak_flops
 from isoloss.engine.run.preemption import Preemption
+from isoloss.engine.run.result import RunResult
 from isoloss.engine.run.spikes import NAME as BAD_STEPS
 from isoloss.engine.run.spikes import BadStepGuard
 from isoloss.engine.step.engine import Engine, Limits, OptimResult
@@ -45,32 +46,6 @@ from isoloss.parallel.ops import flash_linear_attention
 from isoloss.parallel.rank0 import is_main
 from isoloss.parallel.runtime import device
 from isoloss.parallel.runtime.process_group import host_group
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """The result of a run.
-
-    checkpoint: folder of the last checkpoint.
-    export: Hugging Face folder; None without checkpoint.export_hf.
-    first_eval, last_eval: metrics of the first and last evaluation; empty without data.eval.
-    idle: lines about steps that learned nothing, on the rank that prints.
-    """
-
-    output_dir: Path
-    checkpoint: Path
-    export: Path | None
-    first_eval: Mapping[str, float]
-    last_eval: Mapping[str, float]
-    idle: Sequence[str] = ()
-
-    def closing_line(self, what: str, file: str) -> str:
-        """Return the last line of a run: its outputs and the next command. what: contents of `file` in the folder."""
-        model = f"model for transformers in {self.export}; " if self.export else ""
-        return (
-            f"done: {model}checkpoint in {self.checkpoint}; {what} in {self.output_dir}/{file}; "
-            f"next: tensorboard --logdir {self.output_dir}/tensorboard"
-        )
 
 
 class Run:
@@ -92,8 +67,10 @@ class Run:
         total_steps: int,
         fingerprints: Sequence[Fingerprint],
         watched: Watched,
+        callbacks: Callbacks = NO_CALLBACKS,
     ):
         self._engine, self._config, self._fingerprints = engine, config, fingerprints
+        self._callbacks, self._stopped = callbacks, False
         self.output_dir, self.total_steps = output_dir, total_steps
         self._state = state = self._load_newest() if config.checkpoint.resume else None
         self._changed = changed_settings(config, (state or {}).get("settings", {}))
@@ -144,10 +121,13 @@ class Run:
             before the first step, every train.eval_every steps and after the last.
         save: function that writes a checkpoint, by default `save`; called every checkpoint.every and after the last.
 
-        Raises PreemptedError, after a checkpoint, if a rank received a signal to end.
+        A callback may end the steps early. Raises PreemptedError, after a checkpoint, if a rank received a signal to
+        end.
         """
         self._first_eval = self._evaluate(evaluate)
-        while self.done < self.total_steps:
+        if self._stopped:
+            (save or self.save)()
+        while self.done < self.total_steps and not self._stopped:
             self._started = time.perf_counter()
             with self._profile.of(self.done + 1):
                 yield self.done
@@ -162,7 +142,7 @@ class Run:
                 (save or self.save)()
             elif every and self.done % every == 0:
                 self._check_replicas()
-            if self.done < self.total_steps and (received := self._preemption.received()):
+            if self.done < self.total_steps and not self._stopped and (received := self._preemption.received()):
                 if not due:
                     (save or self.save)()
                 self._leave(received)
@@ -198,6 +178,7 @@ class Run:
             self.print([line])
         self.print(self._stragglers.after_step(step, metrics, seconds))
         self._guard.check(step, metrics, result, samples)
+        self._stopped |= self._callbacks.call("on_step_end", self._group, step, row)
 
     def save(
         self,
@@ -222,16 +203,21 @@ class Run:
         extra = {**progress, DATE_KEY: self._config.data.date, **fingerprint, **contents, **state}
         stage = partial(self._engine.stage, folder, extra)
         self._saver.save(*((partial(stage_other, self.output_dir, self.done), stage) if stage_other else (stage,)))
+        if self._callbacks.on_save is not None:
+            self._saver.wait()
+            self._callbacks.call("on_save", self._group, self.done, folder)
 
     def finish(self) -> RunResult:
         """Wait for the last checkpoint and export the model. Raises NotWrittenError. Collective over the world."""
         self.metrics.end_progress()
+        self.print([f"a callback ended the run after step {self.done} of {self.total_steps}"] if self._stopped else [])
         self._saver.wait(last=True)
         folder = step_folder(self.output_dir, self.done)
         with watchdog.patient():
             wanted = self._config.checkpoint.export_hf
             export = replace_export(self.output_dir, self._engine.export_hf) if wanted else None
-        return RunResult(self.output_dir, folder, export, self._first_eval, self._last_eval, self._health.summary())
+        evals, idle = (self._first_eval, self._last_eval), self._health.summary()
+        return RunResult(self.output_dir, folder, export, *evals, idle, stopped=self._stopped)
 
     def print(self, lines: Sequence[str]) -> None:
         """Print lines on rank 0."""
@@ -290,10 +276,11 @@ class Run:
         return preflight.planned(self._config, self._engine.arch, mesh.layout)[mesh.pp.rank()].peak
 
     def _due(self, every: int) -> bool:
-        return self.done == self.total_steps or (every > 0 and self.done % every == 0)
+        return self.done == self.total_steps or self._stopped or (every > 0 and self.done % every == 0)
 
     def _evaluate(self, evaluate: Callable[[int], Mapping[str, float]]) -> Mapping[str, float]:
         self._last_eval = evaluate(self.done)
         if self._last_eval:
             self.metrics.log_eval(self.done, self._last_eval)
+            self._stopped |= self._callbacks.call("on_evaluate", self._group, self.done, self._last_eval)
         return self._last_eval

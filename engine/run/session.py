@@ -2,21 +2,32 @@
 build the engine, and after all checks create the folder and start the run."""
 
 import contextlib
+import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from isoloss.engine.config.schema import Config, DataConfig
 from isoloss.engine.data.bad_rows import Reject, RejectsOfRun
-from isoloss.engine.run.folder import Fingerprint, check_fingerprints, check_folder, open_folder, with_date
+from isoloss.engine.data.in_memory import GivenRows, keep_rows
+from isoloss.engine.run.callbacks import NO_CALLBACKS, Callbacks
+from isoloss.engine.run.folder import (
+    Fingerprint,
+    cache_folder,
+    check_fingerprints,
+    check_folder,
+    open_folder,
+    with_date,
+)
 from isoloss.engine.run.health import Watched
 from isoloss.engine.run.rank_agreement import check_ranks_agree, function_fingerprints
 from isoloss.engine.run.run import Run
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.model_source import resolve
 from isoloss.models.architecture import Architecture
+from isoloss.parallel import UserError
 from isoloss.parallel.runtime import device
 
 
@@ -66,13 +77,31 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 DataT = TypeVar("DataT", bound=Data)
 
 
+def with_rows(config: ConfigT, rows: Mapping[str, GivenRows | None]) -> ConfigT:
+    """Return the configuration with files of the rows, below the folder of tokenized rows, which this writes.
+
+    rows: rows by split, like those of `Session`.
+    Raises UserError. Enters no collective.
+    """
+    files = {}
+    for split, given in rows.items():
+        if given is not None:
+            if named := getattr(config.data, split):
+                raise UserError(
+                    f"data.{split}={list(named)} and rows of {split} are given: leave out the one or the other"
+                )
+            files[split] = (keep_rows(given, split, cache_folder(config) / "rows"),)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, **files))
+
+
 class Session(contextlib.ExitStack, Generic[ConfigT, DataT]):
     """A run on every rank, from its checks to its end. Its parts are closed in the reverse order of their opening.
 
     run_name: name of the default output folder, `runs/<run_name>`.
     load_data: function that reads the rows. Enters no collective.
     check: function that refuses a configuration before the model's files are read. Enters no collective.
-    config: the given configuration, with a data.date if a chat template asks for one.
+    rows: rows of the program's memory in place of data.train and data.eval, by "train" and "eval"; None: none.
+    config: the given configuration, with the files of these rows, and a data.date if a chat template asks for one.
 
     Raises UserError for mistakes of the user. Before `open_folder` only the cache of tokenized rows is written.
     """
@@ -83,13 +112,14 @@ class Session(contextlib.ExitStack, Generic[ConfigT, DataT]):
         run_name: str,
         load_data: Callable[[ConfigT, Architecture], DataT],
         check: Callable[[ConfigT], object] = lambda config: None,
+        rows: Mapping[str, GivenRows | None] = {},
     ):
         super().__init__()
         device.check_fallback(config.train.device)
         check(config)
         self.source = resolve(config)
         check_folder(config, run_name, self.source.arch)
-        self.config, self._run_name = with_date(config, run_name), run_name
+        self.config, self._run_name = with_date(with_rows(config, rows), run_name), run_name
         self.data = load_data(self.config, self.source.arch)
         config.train.profiled(self.data.total_steps)
         self._fingerprints: list[Fingerprint] = []
@@ -116,7 +146,7 @@ class Session(contextlib.ExitStack, Generic[ConfigT, DataT]):
         """Create the run's folder. One broadcast over the world."""
         return self.enter_context(open_folder(self.config, self._run_name))
 
-    def open_run(self, engine: Engine, output_dir: Path, watched: Watched) -> Run:
+    def open_run(self, engine: Engine, output_dir: Path, watched: Watched, callbacks: Callbacks = NO_CALLBACKS) -> Run:
         """Start the run, or resume it. Collective over the world."""
-        total_steps = self.data.total_steps
-        return self.enter_context(Run(engine, self.config, output_dir, total_steps, self._fingerprints, watched))
+        about = self.data.total_steps, self._fingerprints, watched, callbacks
+        return self.enter_context(Run(engine, self.config, output_dir, *about))

@@ -1,7 +1,7 @@
 """Train by supervised fine-tuning: the loop, its data and its evaluation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +18,19 @@ from isoloss.engine.data.dataset import (
     steps_for_epochs,
     unigram_nats,
 )
+from isoloss.engine.data.in_memory import GivenRows
 from isoloss.engine.data.mixture import content, told
 from isoloss.engine.data.rows import listed
 from isoloss.engine.data.show_rows import coloured, rows_to_show, shown_row
 from isoloss.engine.data.token_dataset import TokenDataset
+from isoloss.engine.run.callbacks import NO_CALLBACKS, Callbacks
 from isoloss.engine.run.folder import Fingerprint, cache_folder, tokenizer_folder
 from isoloss.engine.run.health import Watched
-from isoloss.engine.run.run import Run, RunResult
+from isoloss.engine.run.result import RunResult
+from isoloss.engine.run.run import Run
 from isoloss.engine.run.session import Data, Session
 from isoloss.engine.step.engine import Engine
-from isoloss.engine.step.losses import Loss, cross_entropy, negative_log_likelihood
+from isoloss.engine.step.losses import Loss, LossLike, as_loss, cross_entropy, negative_log_likelihood
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
 from isoloss.models.weights.side_files import declared_stops
@@ -53,20 +56,37 @@ class RunData(Data[TokenDataset]):
         return [Fingerprint("the content of data.train", now, decided_by)]
 
 
-def train_sft(config: Config, run_name: str) -> RunResult:
-    """Run supervised fine-tuning, from data files to an exported model. Every rank of the world calls this.
+def train_sft(
+    config: Config,
+    run_name: str = "sft",
+    *,
+    train: GivenRows | None = None,
+    eval: GivenRows | None = None,
+    loss: LossLike | None = None,
+    callbacks: Callbacks = NO_CALLBACKS,
+) -> RunResult:
+    """Run supervised fine-tuning, from rows to an exported model. Every rank of the world calls this, with the same
+    arguments; without torchrun this process is the world. It may be called again.
 
     run_name: name of the default output folder, `runs/<run_name>`.
-    Raises UserError for mistakes of the user. Before training only the cache of tokenized rows is written.
+    train, eval: rows in place of data.train and data.eval, each a mapping of columns to values that JSON can hold. They
+        are read once, and kept in a file below the folder of tokenized rows.
+    loss: a `Loss`, or a function of `TokenInputs` that returns one number per target, aggregated by loss.aggregation;
+        None: cross-entropy.
+    callbacks: functions that are called after steps, evaluations and checkpoints.
+    Raises UserError for mistakes of the user, and PreemptedError, after a checkpoint, where a signal ends the run.
+    Before training only the cache of rows is written.
+
+        result = train_sft(Config(ModelConfig("DIR")), train=[{"prompt": "2 + 2 =", "completion": " 4"}])
     """
-    with Session(config, run_name, load_data) as session:
+    loss = cross_entropy(config.loss) if loss is None else as_loss(loss, config.loss)
+    with Session(config, run_name, load_data, rows={"train": train, "eval": eval}) as session:
         engine = session.open_engine()
-        run = session.open_run(engine, session.open_folder(), Watched())
-        return _train(session.config, session.data, engine, run)
+        run = session.open_run(engine, session.open_folder(), Watched(), callbacks)
+        return _train(session.config, session.data, engine, run, loss)
 
 
-def _train(config: Config, data: RunData, engine: Engine, run: Run) -> RunResult:
-    loss = cross_entropy(config.loss)
+def _train(config: Config, data: RunData, engine: Engine, run: Run, loss: Loss) -> RunResult:
     run.print(banner(config, data, run))
     if is_main():
         data.rejects(config.data).write(run.output_dir)
@@ -79,8 +99,9 @@ def _train(config: Config, data: RunData, engine: Engine, run: Run) -> RunResult
         run.log(samples, metrics, result)
 
     result = run.finish()
-    run.print(summary(result, data.unigram))
-    return result
+    lines = summary(result, data.unigram)
+    run.print(lines)
+    return replace(result, summary=lines)
 
 
 def load_data(config: Config, arch: Architecture) -> RunData:

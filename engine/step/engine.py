@@ -16,7 +16,7 @@ from torch import Tensor
 from isoloss.engine.batching.balance import CostModel, Plan
 from isoloss.engine.batching.packing import PackedBatch
 from isoloss.engine.batching.plan import plan_step, planned
-from isoloss.engine.batching.sample import Sample, check_targets
+from isoloss.engine.batching.sample import Sample, check_tokens
 from isoloss.engine.checkpoint import checkpoint
 from isoloss.engine.checkpoint.writer import HostCopies
 from isoloss.engine.config import rules
@@ -26,7 +26,7 @@ from isoloss.engine.instruments.profiling import phase
 from isoloss.engine.memory.offload import Offloader
 from isoloss.engine.step import moe_balancing, replica_check
 from isoloss.engine.step.forward_backward import Head, StepMetrics, run_step, run_targets
-from isoloss.engine.step.losses import Loss, Term, negative_log_likelihood
+from isoloss.engine.step.losses import Loss, LossLike, Term, as_loss, negative_log_likelihood
 from isoloss.engine.step.model_source import ModelSource, resolve
 from isoloss.engine.step.optimizer import (
     Gather,
@@ -148,8 +148,11 @@ class Engine:
 
     # ---- the two verbs ----------------------------------------------------------------------------------------------
 
-    def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepMetrics:
+    def forward_backward(self, samples: Sequence[Sample], loss: LossLike) -> StepMetrics:
         """Accumulate the gradient of the samples' loss; nothing is reduced yet.
+
+        loss: a `Loss`, or a function of `TokenInputs` that returns one number per target, [N], which the configured
+            loss.aggregation weights; here, in `train_step` and in `evaluate`.
 
         A mean aggregation needs all samples of the optimizer step in one call; several calls before a step ask for
         `sum`. Raises ValueError where a second call has a mean, or comes after `reduce_gradients` or `gradients`, and
@@ -201,7 +204,7 @@ class Engine:
         return OptimResult(norm, optim.lr, applied, time.perf_counter() - started)
 
     def train_step(
-        self, samples: Sequence[Sample], loss: Loss, lr: float | None = None, limits: Limits = Limits()
+        self, samples: Sequence[Sample], loss: LossLike, lr: float | None = None, limits: Limits = Limits()
     ) -> tuple[StepMetrics, OptimResult]:
         """Call forward_backward and optim_step in one, with the gradient reduction overlapped if so configured.
 
@@ -235,8 +238,9 @@ class Engine:
 
     # ---- more verbs -------------------------------------------------------------------------------------------------
 
-    def evaluate(self, samples: Sequence[Sample], loss: Loss) -> StepMetrics:
+    def evaluate(self, samples: Sequence[Sample], loss: LossLike) -> StepMetrics:
         """Compute the loss of the samples without gradients, normalized and with outputs as in a training step."""
+        loss = as_loss(loss, self.config.loss)
         batch = self._prepare(samples, loss)
         with torch.no_grad():
             return run_step(self.model, batch, loss, forward_only=True)
@@ -380,14 +384,21 @@ class Engine:
 
     # ---- how --------------------------------------------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        layers, precision = self.arch.num_layers, self.config.train.precision
+        return (
+            f"Engine({str(self.source.path)!r}, {layers} layers, {precision}, layout {self.mesh.layout}, {self.device})"
+        )
+
     @property
     def shares_prefixes(self) -> bool:
+        """Return whether the tokens with which samples of a micro-batch begin alike are computed once."""
         return rules.shares_prefixes(self.config)
 
     def plan(self, samples: Sequence[Sample]) -> Plan:
-        """Return the plan of whole samples; the same on every rank. Raises UserError where a sample's own target is no
-        token."""
-        check_targets(samples, self.arch.vocab_size)
+        """Return the plan of whole samples; the same on every rank. Raises UserError where a token or a target of one
+        is no token of the model."""
+        check_tokens(samples, self.arch.vocab_size)
         limits = self.mesh.layout, self.config.batch.max_tokens, self.cost_model
         return plan_step(samples, *limits, share_prefixes=self.shares_prefixes)
 
@@ -405,6 +416,10 @@ class Engine:
         self.gather.wait()
 
     def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
+        if not self.mesh.usable:
+            raise ValueError(
+                "this Engine lost its process groups to a later one: with several ranks, a process has one at a time"
+            )
         self._come_back()
         plan, samples = planned(samples, self.plan)
         batch = prepare_step(samples, loss, plan, self.mesh, self.device)
@@ -421,13 +436,13 @@ class Engine:
 
     @phase("forward and backward")
     def _forward_backward(
-        self, samples: Sequence[Sample], loss: Loss, dispatch_bound: float | None = None
+        self, samples: Sequence[Sample], loss: LossLike, dispatch_bound: float | None = None
     ) -> StepMetrics:
         """Accumulate the gradient, worth nothing where `lost` of the metrics is not 0.
 
         dispatch_bound: bound of messages between experts.
         """
-        started = time.perf_counter()
+        started, loss = time.perf_counter(), as_loss(loss, self.config.loss)
         self._check_call(loss)
         batch, router_losses = self._prepare(samples, loss), None
         if self.load_balancing is not None:

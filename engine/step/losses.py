@@ -123,6 +123,23 @@ class Loss:
         return tuple(dict.fromkeys(term.aggregation for term in self.terms))
 
 
+LossLike = Loss | PerToken
+
+
+def as_loss(loss: LossLike, config: LossConfig) -> Loss:
+    """Return a loss, or the loss of a bare function of `TokenInputs`, aggregated as configured.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(loss, Loss):
+        return loss
+    if isinstance(loss, type) or not callable(loss):
+        raise ValueError(
+            f"the loss is {loss!r}: give a Loss, or a function of TokenInputs that returns one number each"
+        )
+    return Loss((Term(loss, config.weighting()),))
+
+
 class Fields(dict[str, Tensor]):
     """Fields of the samples, by name."""
 

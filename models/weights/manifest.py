@@ -75,6 +75,7 @@ def read(folder: str | Path) -> Manifest:
     of a later format."""
     path = Path(folder) / NAME
     mend = "the checkpoint is not complete, or isoloss did not write it; convert or save it again"
+    mend = mend if path.parent.is_dir() else f"there is no folder {folder}: correct the path"
     fields = read_json(path, mend, DamagedError)
     if fields.get("format") != VERSION:
         raise UserError(f"{path}: format={fields.get('format')!r} is not {VERSION}; use the isoloss that wrote it")

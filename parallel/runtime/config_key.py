@@ -7,6 +7,7 @@ isoloss.engine.config.help prints meanings and bounds for users.
 import dataclasses
 import math
 import operator
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -92,7 +93,32 @@ class Keys:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            _check(f"{self._group}.{field.name}", field, getattr(self, field.name))
+            name = f"{self._group}.{field.name}"
+            value = typed(name, field, getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
+            _check(name, field, value)
+
+
+WANTED = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+
+
+def typed(name: str, field: "dataclasses.Field[Any]", value: Any) -> Any:
+    """Return the value of a key, with a tuple for a list or a single text, and text for a path.
+
+    Raises UserError for a value of another type than the key's.
+    """
+    kinds = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
+    value = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if any(typing.get_origin(kind) is tuple for kind in kinds):
+        items = (value,) if isinstance(value, str) else value
+        require(isinstance(items, tuple | list), name, value, "must be a list")
+        return tuple(os.fspath(item) if isinstance(item, os.PathLike) else item for item in items)
+    for kind in kinds:
+        if kind in WANTED and not (value is None and types.NoneType in kinds):
+            allowed: Any = (int, float) if kind is float else kind
+            accepted = isinstance(value, allowed)
+            require(accepted and (kind is bool or not isinstance(value, bool)), name, value, f"must be {WANTED[kind]}")
+    return value
 
 
 def meaning_of(field: "dataclasses.Field[Any]") -> KeySpec:

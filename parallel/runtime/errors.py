@@ -18,6 +18,9 @@ class PreemptedError(Exception):
         super().__init__(told)
         self.told = told
 
+    def __str__(self) -> str:
+        return f"{self.told.name} ended the run after a checkpoint: go on with checkpoint.resume=true"
+
 
 # EX_TEMPFAIL of sysexits.h, which asks for another try later.
 PREEMPTED = 75

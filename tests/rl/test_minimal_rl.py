@@ -33,10 +33,10 @@ class Rollout:
 def rollout(sorter) -> Rollout:
     """What minimal_rl generated, and which completions it took for which step: all else is worked out again."""
     generated, parts = [], []
-    generate, forward_backward = minimal_rl.Policy.generate, Engine.forward_backward
+    generate, forward_backward = minimal_rl.generate, Engine.forward_backward
 
-    def generating(self, prompts, ids):
-        found = generate(self, prompts, ids)
+    def generating(engine, prompts, ids):
+        found = generate(engine, prompts, ids)
         generated.append([(prompt.tokens, tuple(completion.tokens)) for prompt, completion in zip(prompts, found[0])])
         return found
 
@@ -45,7 +45,7 @@ def rollout(sorter) -> Rollout:
         return forward_backward(self, samples, loss)
 
     with (
-        mock.patch.object(minimal_rl.Policy, "generate", generating),
+        mock.patch.object(minimal_rl, "generate", generating),
         mock.patch.object(Engine, "forward_backward", stepping),
     ):
         told = minimal_rl.main(f"{sorter}/hf", MINIBATCHES, task=sorter)

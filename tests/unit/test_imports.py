@@ -33,7 +33,7 @@ ORDER = {
         "algorithms.py prompts.py",
         "config.py",
         "backends losses.py reward",
-        "critic.py health.py in_flight.py",
+        "critic.py generation.py health.py in_flight.py",
         "rollout.py",
         "experience.py group_sampling.py",
         "setup.py",

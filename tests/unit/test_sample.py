@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isoloss.engine.batching.sample import Sample, grouped_by_prompt, outline, sequence_numbers
+from isoloss.engine.batching.sample import Sample, check_tokens, grouped_by_prompt, outline, sequence_numbers
+from isoloss.parallel import UserError
 
 TOKENS = torch.tensor([5, 6, 7, 8])
 MASK = torch.tensor([False, False, True, True])
@@ -16,6 +17,37 @@ CUT = Sample(TOKENS, MASK, 3, {"advantages": TOKENS / 2}, "row:1", sequence=12, 
 def test_targets_of_another_shape_or_type_are_refused(targets_T):
     with pytest.raises(ValueError, match=r"targets_T must be int64 of shape \(4,\), not torch\."):
         Sample(TOKENS, MASK, targets_T=targets_T)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (([5, 6], MASK), "tokens_T is a list: make it a tensor by torch.tensor"),
+        ((TOKENS, [False] * 4), "mask_T is a list"),
+        ((TOKENS.numpy(), MASK), "tokens_T is a ndarray"),
+        ((TOKENS.float(), MASK), "tokens_T must be a non-empty int64 vector, not torch.float32 (4,)"),
+        ((TOKENS.int(), MASK), "tokens_T must be a non-empty int64 vector, not torch.int32 (4,)"),
+        ((TOKENS[:0], MASK[:0]), "tokens_T must be a non-empty int64 vector, not torch.int64 (0,)"),
+        ((TOKENS, MASK[1:]), "mask_T must be bool of shape (4,), not torch.bool (3,)"),
+        ((TOKENS, MASK.long()), "mask_T must be bool of shape (4,), not torch.int64 (4,)"),
+        ((TOKENS, ~MASK), "mask_T[0] must be False"),
+        ((TOKENS, MASK, 0, {"a": [0.5] * 4}), "fields['a'] must be a tensor of shape (4,), not a list"),
+        ((TOKENS, MASK, 0, {"a": TOKENS[1:] / 2}), "fields['a'] must be a tensor of shape (4,), not (3,)"),
+    ],
+)
+def test_what_is_no_sample_is_refused(given, message):
+    with pytest.raises(ValueError) as refused:
+        Sample(*given)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("token", [9, -1])
+def test_a_token_that_the_model_does_not_have_is_named_with_its_sample(token):
+    good, bad = Sample(TOKENS, MASK, id="row:1"), Sample(torch.tensor([5, token, 7]), MASK[:3], id="row:2")
+    check_tokens([good, good], 9)
+    check_tokens([], 9)
+    with pytest.raises(UserError, match=rf"sample 1 \('row:2'\) has the token {token}, and the model's are 0 to 8"):
+        check_tokens([good, bad], 9)
 
 
 def test_tokens_are_the_targets_unless_others_are_given():

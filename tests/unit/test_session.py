@@ -8,6 +8,7 @@ import pytest
 
 from isoloss.engine.config.schema import Config, DataConfig, ModelConfig
 from isoloss.engine.run import session
+from isoloss.engine.run.callbacks import Callbacks
 from isoloss.engine.run.folder import Fingerprint
 from isoloss.engine.run.health import Watched
 from isoloss.engine.run.session import Data, Session
@@ -60,8 +61,8 @@ def calls(monkeypatch) -> list[str]:
         "check_ranks_agree": lambda config, name, of, given: made.append(f"check_ranks_agree {names(given)}"),
         "Engine": lambda config, of: made.append("Engine") or SimpleNamespace(config=config, source=of),
         "open_folder": lambda config, name: opened("open_folder", f"open_folder {name}", "the folder"),
-        "Run": lambda engine, config, folder, steps, given, watched: opened(
-            "Run", f"Run of {steps} steps, {names(given)}", (engine, config, folder, watched)
+        "Run": lambda engine, config, folder, steps, given, watched, callbacks: opened(
+            "Run", f"Run of {steps} steps, {names(given)}", (engine, config, folder, watched, callbacks)
         ),
     }
     for name, function in stands_for.items():
@@ -81,10 +82,10 @@ def begin(calls) -> Session[Config, OwnData]:
 def test_the_order_in_which_a_run_begins_and_ends(calls):
     with begin(calls) as started:
         assert calls == ALONE, "the ranks meet later, and nothing is written yet"
-        engine, watched = started.open_engine(), Watched()
-        run = started.open_run(engine, started.open_folder(), watched)
+        engine, watched, callbacks = started.open_engine(), Watched(), Callbacks()
+        run = started.open_run(engine, started.open_folder(), watched, callbacks)
         calls.append("loop")
-    assert calls == BEGUN and run == (engine, DATED, "the folder", watched)
+    assert calls == BEGUN and run == (engine, DATED, "the folder", watched, callbacks)
     assert engine.config is DATED and engine.source is started.source and engine.stop_token_ids == (3, 5)
 
 

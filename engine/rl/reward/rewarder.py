@@ -8,14 +8,15 @@ never taken for 0. The built-in `math` alone gives 0 where it runs out of time.
 import difflib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from isoloss.engine.rl.config import RewardConfig
 from isoloss.engine.rl.reward import answer
-from isoloss.engine.rl.reward.pool import OutOfTime, RewardPool
+from isoloss.engine.rl.reward.in_process import Calls, Reward
+from isoloss.engine.rl.reward.pool import OutOfTime
 from isoloss.engine.rl.reward.signatures import Attempt, Parameter, RewardFunction, recognise
 from isoloss.engine.rl.trajectory import Completion, Prompt, Trajectory
 from isoloss.parallel.runtime.errors import UserError
@@ -47,13 +48,22 @@ class Rewarder:
 
     prompts: all that it will be asked about: they decide which columns a function can be given.
     hidden: a variable of the environment that the functions are not to know, such as the key of servers.
+    given: functions that are called in this process, without a time limit, by their names in reward.function.
     Raises UserError where a function cannot be imported, or asks for what nothing provides.
     """
 
-    def __init__(self, config: RewardConfig, tokenizer, prompts: Sequence[Prompt], hidden: str | None = None):
+    def __init__(
+        self,
+        config: RewardConfig,
+        tokenizer,
+        prompts: Sequence[Prompt],
+        hidden: str | None = None,
+        given: Mapping[str, Reward] = {},
+    ):
         self._names, self._tokenizer = config.function, tokenizer
         weights = config.weights or (1.0,) * len(config.function)
-        self._pool = RewardPool([located(name) for name in config.function], config.workers, config.timeout, hidden)
+        functions = [given.get(name) or located(name) for name in config.function]
+        self._pool = Calls(functions, config.workers, config.timeout, hidden)
         try:
             self._functions = [
                 described(index, name, label, weight, self._pool.described[index], prompts)

@@ -39,10 +39,18 @@ def parameters(function: Callable[..., Any]) -> list[tuple[str, str, bool]]:
     return [(each.name, each.kind.name, each.default is each.empty) for each in found]
 
 
-def describe(function: str, functions: list[Callable[..., Any]]) -> list[tuple[str, str, bool]] | str:
+def describe(function: str, functions: list[Callable[..., Any]]) -> list[list[Any]] | str:
     try:
         functions.append(user_functions.load(function))
-        return parameters(functions[-1])
+    except user_functions.NotFoundError as error:
+        return str(error)
+    return described(functions[-1])
+
+
+def described(function: Callable[..., Any]) -> list[list[Any]] | str:
+    """Return the parameters of a function, or why they are unknown."""
+    try:
+        return [list(each) for each in parameters(function)]
     except user_functions.NotFoundError as error:
         return str(error)
 
