@@ -172,8 +172,10 @@ def test_mistakes(train, said):
 
 def test_weights_need_steps_and_are_for_training():
     train = (WeightedFile("a", 1.0),)
-    for cls, data in ((Config, DataConfig), (RLConfig, RLDataConfig)):
-        with pytest.raises(UserError, match=r"train.steps=None must be a number with weights in data.train"):
-            cls(model=ModelConfig("m"), data=data(train=train), train=TrainConfig())
+    says = r"train.steps=None must be a number with weights in data.train"
+    with pytest.raises(UserError, match=says):
+        Config(model=ModelConfig("m"), data=DataConfig(train=train), train=TrainConfig())
+    with pytest.raises(UserError, match=says):
+        RLConfig(model=ModelConfig("m"), data=RLDataConfig(train=train), train=TrainConfig())
     with pytest.raises(UserError, match=r"data.eval=.* must be text"):
         build(DataConfig, {"eval": [{"path": "a", "weight": 1}]}, "data.")
