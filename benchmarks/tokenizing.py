@@ -66,7 +66,7 @@ def first_byte(rows: Path, folder: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", type=int, default=30_000)
     parser.add_argument("--out", type=Path, default=Path("tokenizing.json"))
     options = parser.parse_args()

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -96,7 +96,7 @@ def _add_in_order(tokenized: Tokenized, shards: Mapping[int, Shard]) -> None:
         tokenized.add(shard)
 
 
-def new_shards(job: Job, tokenizer, folder: Path, done: Collection[int]) -> Iterator[int]:
+def new_shards(job: Job, tokenizer, folder: Path, done: Collection[int]) -> Generator[int, None, None]:
     """Tokenize the shards that are not done, and yield the index of each; the caller adds it to `done`."""
     processes, started = cores(), monotonic()
     for index, rows in rows_by_shard(job):

@@ -310,21 +310,24 @@ def test_one_of_many_ranks_tokenizes(load, write, tmp_path, monkeypatch):
     assert log.read_text() == "tokenized\n"
 
 
-def test_another_machine_may_be_faster(load, write, tmp_path, monkeypatch):
-    """Its lock is in a temporary folder of its own. What it has put there, and reads, stays the very files."""
-    path, faster, inodes, alone = write(*ROWS), [], [], dataset.tokenize
+@pytest.mark.parametrize("step", ["tokenize", "_fill"])
+def test_another_machine_may_be_faster(load, write, tmp_path, monkeypatch, step):
+    """Its lock is in a temporary folder of its own. What it has put there, and reads, stays the very files. It deletes
+    the shards of both, before ours are copied or afterwards."""
+    module = dataset if step == "tokenize" else token_cache
+    path, faster, inodes, alone = write(*ROWS), [], [], getattr(module, step)
 
     def overtaken(*arguments):
         made = alone(*arguments)
         with monkeypatch.context() as patch:
-            patch.setattr(dataset, "tokenize", alone)
+            patch.setattr(module, step, alone)
             patch.setattr(dataset, "exclusively", lambda folder: contextlib.nullcontext())
             patch.setattr(token_cache.platform, "node", lambda: "other")
             faster.append(load(path))
         inodes.append(os.stat(faster[0].tokens.filename).st_ino)
         return made
 
-    monkeypatch.setattr(dataset, "tokenize", overtaken)
+    monkeypatch.setattr(module, step, overtaken)
     ours = load(path)
     assert same(ours, faster[0])
     (file,) = (tmp_path / "cache").glob("*/tokens.npy")

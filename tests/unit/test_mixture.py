@@ -15,7 +15,7 @@ from isoloss.engine.config.schema import Config, DataConfig, ModelConfig, TrainC
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.dataset import draw_indices, load_dataset, step_indices
 from isoloss.engine.data.mixture import Mixture, content
-from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.config import RLConfig, RLDataConfig
 from isoloss.engine.rl.prompts import load_prompts
 from isoloss.parallel.runtime.errors import UserError
 from isoloss.recipes.launch import RECIPES, compose_config
@@ -172,8 +172,10 @@ def test_mistakes(train, said):
 
 def test_weights_need_steps_and_are_for_training():
     train = (WeightedFile("a", 1.0),)
-    for cls in (Config, RLConfig):
-        with pytest.raises(UserError, match=r"train.steps=None must be a number with weights in data.train"):
-            cls(model=ModelConfig("m"), data=DataConfig(train=train), train=TrainConfig())
+    says = r"train.steps=None must be a number with weights in data.train"
+    with pytest.raises(UserError, match=says):
+        Config(model=ModelConfig("m"), data=DataConfig(train=train), train=TrainConfig())
+    with pytest.raises(UserError, match=says):
+        RLConfig(model=ModelConfig("m"), data=RLDataConfig(train=train), train=TrainConfig())
     with pytest.raises(UserError, match=r"data.eval=.* must be text"):
         build(DataConfig, {"eval": [{"path": "a", "weight": 1}]}, "data.")
