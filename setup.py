@@ -19,6 +19,7 @@ setup(
     package_data={
         "": ["py.typed"],
         "isoloss.recipes": ["conf/**/*.yaml", "assets/**/*"],
+        "isoloss.tools.audit": ["page.css", "page.js"],
         "isoloss.tools.migrate": ["*.toml"],
     },
 )

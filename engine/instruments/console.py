@@ -33,9 +33,9 @@ class Progress:
         self._started = monotonic()
         self._next = self._started + FIRST_SECONDS
 
-    def advance(self) -> None:
-        """Count one more item as done."""
-        self._done += 1
+    def advance(self, count: int = 1) -> None:
+        """Count more items as done."""
+        self._done += count
         now = monotonic()
         if not self._enabled or now < self._next:
             return
