@@ -59,11 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
     names = findings.names_of(recipe != "sft", bool(config.data.eval))
     conditions = findings.conditions_of(arguments.fail_on, names) if arguments.fail_on else []
     found = audit(config, f"{recipe}-{preset}")
-    chosen = [shown.worst(split, remarks, arguments.rows) for split, remarks in zip(found.splits, found.remarks)]
-    rows = [row for number, of_split in enumerate(chosen[:1]) for row in shown.shown_rows(found, number, of_split)]
     asked = shown.rows_at(found, arguments.row)
+    rows = asked or shown.shown_rows(found, 0, shown.worst(found.splits[0], found.remarks[0], arguments.rows))
     print(*report.lines_of(found, shutil.get_terminal_size().columns), sep="\n")
-    print(*report.rows_lines(asked or rows, coloured(), whole=bool(asked)), sep="\n")
+    print(*report.rows_lines(rows, coloured(), whole=bool(asked)), sep="\n")
     failures = findings.failed(conditions, found.findings)
     if arguments.json is not None:
         content = {"recipe": recipe, "preset": preset, **report.record(found), "failed": failures}

@@ -6,7 +6,8 @@ the prompt opens.
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,69 +25,50 @@ THOUGHTS = ("", "<think>\n\n</think>\n\n", "\n</think>\n\n")
 
 @dataclass(frozen=True)
 class Answers:
-    """What reward functions make of the rows' own answers.
+    """The rewards of the rows' own answers.
 
-    scored: number of rows that were scored.
-    without: number of rows among these without an answer, which were not tried.
-    unscorable: reason why its own answer gets no reward, by row.
-    raising: the first failure, by row, of those rows in which every attempt failed; among `unscorable` too.
-    lacking: number of rows that lack a column that a function asks for, by column.
+    scored: number of rows that were looked at.
+    without: number of rows among these that have no answer, which were not tried.
+    unscorable: reason why a row's own answer gets no reward, by row.
+    raising: number of rows among these for which every attempt failed.
+    lacking: number of rows without a column that a function asks for, by column.
     """
 
     scored: int
     without: int
-    unscorable: dict[int, str] = field(default_factory=dict)
-    raising: dict[int, str] = field(default_factory=dict)
-    lacking: dict[str, int] = field(default_factory=dict)
+    unscorable: Mapping[int, str] = field(default_factory=dict)
+    raising: int = 0
+    lacking: Mapping[str, int] = field(default_factory=dict)
 
     def record(self) -> dict[str, object]:
         """Return the counts as plain values, for JSON."""
-        counts = {"scored": self.scored, "without": self.without, "lacking": self.lacking}
-        return counts | {"unscorable": len(self.unscorable), "raising": len(self.raising)}
+        return {
+            "scored": self.scored, "without": self.without, "unscorable": len(self.unscorable),
+            "raising": self.raising, "lacking": dict(self.lacking),
+        }  # fmt: skip
 
 
 def score_answers(
     config: RLConfig, prompts: Sequence[Prompt], rewarder: Rewarder, tokenizer: Any, stop: int, what: str
 ) -> Answers:
-    """Return what the functions of `rewarder` make of the answers. stop: token that ends a completion."""
-    chosen = range(len(prompts))
-    if len(prompts) > SCORED:
-        chosen = np.linspace(0, len(prompts) - 1, SCORED).astype(int).tolist()
-    lacking: dict[str, int] = {}
-    for row in chosen:
-        for column in rewarder.lacking(prompts[row]):
-            lacking[column] = lacking.get(column, 0) + 1
+    """Return what the functions of `rewarder` make of the answers.
+
+    stop: token that ends a completion.
+    what: name of the split, for progress.
+    """
+    chosen = np.linspace(0, len(prompts) - 1, min(SCORED, len(prompts))).astype(int).tolist()
+    lacking = Counter(column for row in chosen for column in rewarder.lacking(prompts[row]))
     tried = [row for row in chosen if prompts[row].answer not in (None, "")]
-    best, errors = dict.fromkeys(tried, -math.inf), {}
-    full = full_reward(config)
     progress = Progress("scoring", f"answers of {what}", lambda: len(tried))
-
-    def score(rows: Sequence[int], texts: Sequence[str]) -> list[float]:
-        rewards = []
-        for start in range(0, len(rows), BATCH):
-            part = slice(start, start + BATCH)
-            completions = [completion(text, tokenizer, stop) for text in texts[part]]
-            for row, scored in zip(rows[part], rewarder.score([prompts[row] for row in rows[part]], completions)):
-                rewards.append(-math.inf if scored.error else scored.reward)
-                if scored.error:
-                    errors.setdefault(row, scored.error)
-        return rewards
-
-    # A user's function has a scale of its own: its reward has to be above that of an empty completion.
-    wanted = dict.fromkeys(tried, full) if full is not None else dict(zip(tried, score(tried, [""] * len(tried))))
-    errors.clear()
-    left, attempt = tried, 0
-    while left:
-        texts = {row: forms for row in left if (forms := completions_of(prompts[row].answer)[attempt : attempt + 1])}
-        for row, reward in zip(texts, score(list(texts), [forms[0] for forms in texts.values()])):
-            best[row] = max(best[row], reward)
-        enough = {row for row in texts if (best[row] >= full - 1e-9 if full is not None else best[row] > wanted[row])}
-        progress.advance(len(left) - len(texts) + len(enough))
-        left, attempt = [row for row in texts if row not in enough], attempt + 1
-    reached = lambda row: best[row] >= full - 1e-9 if full is not None else best[row] > wanted[row]
-    raising = {row: errors[row] for row in tried if best[row] == -math.inf}
-    unscorable = {row: raising.get(row) or too_little(best[row], full) for row in tried if not reached(row)}
-    return Answers(len(chosen), len(chosen) - len(tried), unscorable, raising, lacking)
+    unscorable, raising = {}, 0
+    for start in range(0, len(tried), BATCH):
+        rows = tried[start : start + BATCH]
+        batch = Batch([prompts[row] for row in rows], rewarder, tokenizer, stop)
+        reasons = batch.unscorable(full_reward(config))
+        unscorable |= {rows[index]: reason for index, reason in reasons.items()}
+        raising += sum(batch.best[index] == -math.inf for index in reasons)
+        progress.advance(len(rows))
+    return Answers(len(chosen), len(chosen) - len(tried), unscorable, raising, dict(lacking))
 
 
 def full_reward(config: RLConfig) -> float | None:
@@ -97,9 +79,42 @@ def full_reward(config: RLConfig) -> float | None:
     return sum(weight for weight in weights if weight > 0)
 
 
-def too_little(best: float, full: float | None) -> str:
-    rule = "no more than an empty completion" if full is None else f"not the full {full:g}"
-    return f"its own answer gets {best:g}, {rule}"
+class Batch:
+    """Rows whose answers are tried together. best: the highest reward of each so far; -math.inf if all failed."""
+
+    def __init__(self, prompts: Sequence[Prompt], rewarder: Rewarder, tokenizer: Any, stop: int):
+        self._prompts, self._rewarder, self._tokenizer, self._stop = prompts, rewarder, tokenizer, stop
+        self.best = [-math.inf] * len(prompts)
+        self._errors: dict[int, str] = {}
+
+    def unscorable(self, full: float | None) -> dict[int, str]:
+        """Return why a row's own answer gets no reward, by index. full: see `full_reward`."""
+        rows = list(range(len(self._prompts)))
+        # A user's function has a scale of its own: its reward has to be above that of an empty completion.
+        if full is None:
+            enough = [math.nextafter(reward, math.inf) for _, reward, _ in self._score(rows, [""] * len(rows))]
+        else:
+            enough = [full - 1e-9] * len(rows)
+        attempts = [completions_of(prompt.answer) for prompt in self._prompts]
+        for attempt in range(max(map(len, attempts))):
+            rows = [row for row in rows if self.best[row] < enough[row] and attempt < len(attempts[row])]
+            for row, reward, error in self._score(rows, [attempts[row][attempt] for row in rows]):
+                self.best[row] = max(self.best[row], reward)
+                if error is not None:
+                    self._errors.setdefault(row, error)
+        return {row: self._reason(row, full) for row, best in enumerate(self.best) if best < enough[row]}
+
+    def _score(self, rows: Sequence[int], texts: Sequence[str]) -> list[tuple[int, float, str | None]]:
+        """Return (row, reward, error) of completions with these texts. The reward of an error is -math.inf."""
+        completions = [completion(text, self._tokenizer, self._stop) for text in texts]
+        scores = self._rewarder.score([self._prompts[row] for row in rows], completions)
+        return [(row, -math.inf if s.error else s.reward, s.error) for row, s in zip(rows, scores)]
+
+    def _reason(self, row: int, full: float | None) -> str:
+        if self.best[row] == -math.inf:
+            return self._errors[row]
+        rule = "no more than an empty completion" if full is None else f"not the full {full:g}"
+        return f"its own answer gets {self.best[row]:g}, {rule}"
 
 
 def completions_of(answer: Any) -> list[str]:

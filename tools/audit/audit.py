@@ -27,13 +27,13 @@ from isoloss.tools.audit.template_facts import CHECKED, TemplateFacts, template_
 
 @dataclass(frozen=True, eq=False)
 class Audit:
-    """What an audit has found.
+    """The results of an audit.
 
     config: configuration of the run.
     splits: data.train, and data.eval if it is given.
     figures: counts of each split, in the same order.
-    remarks: what is odd about a row, by row, for each split.
-    answers: what rewards make of the rows' own answers, for each split; empty for supervised fine-tuning.
+    remarks: oddities of a row, by row, for each split.
+    answers: rewards of the rows' own answers, for each split; empty for supervised fine-tuning.
     """
 
     config: Config
@@ -48,7 +48,7 @@ class Audit:
 
 
 def audit(config: Config, run_name: str) -> Audit:
-    """Audit the data of a configuration. Raises UserError for a mistake without whose mending no row can be read."""
+    """Audit the data of a configuration. Raises UserError for a mistake with which no row can be read."""
     arch = read_architecture(config.model.path)
     check_files(config.data)
     if not isinstance(config, RLConfig):
@@ -90,7 +90,7 @@ def _template_facts(config: Config, train: Split, tokenizer: Any) -> TemplateFac
 
 
 def _remarks(split: Split, repeated: Mapping[int, str], answers: Answers | None) -> dict[int, list[str]]:
-    """Return what is odd about a row, by row."""
+    """Return the oddities of rows, by row."""
     rows: dict[int, list[str]] = {}
     marks = [
         (split.cut, "cut"),

@@ -132,7 +132,8 @@ def shingle_hashes(rows: Tokens, first: int, last: int) -> tuple[np.ndarray, np.
     hashes = np.zeros(len(tokens), np.uint64)
     for ahead in range(SHINGLE):
         hashes *= PRIME
-        hashes[: len(tokens) - ahead] += tokens[ahead:] * (left[: len(tokens) - ahead] > ahead)
+        reach = max(0, len(tokens) - ahead)
+        hashes[:reach] += tokens[ahead:] * (left[:reach] > ahead)
     hashes ^= hashes >> np.uint64(31)
     hashes *= MIX
     hashes ^= hashes >> np.uint64(29)

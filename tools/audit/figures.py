@@ -29,16 +29,28 @@ class Reason:
 
 
 @dataclass(frozen=True)
+class Copy:
+    """A row that repeats another one. row, other: their places. near: whether it is no exact copy."""
+
+    row: str
+    other: str
+    near: bool
+
+    def __str__(self) -> str:
+        return f"{self.row} {'nearly ' if self.near else ''}repeats {self.other}"
+
+
+@dataclass(frozen=True)
 class Copies:
     """Rows that repeat others.
 
-    exact, near: numbers of rows that repeat an earlier one; `near` are not exact copies.
-    examples: (row, the row that it repeats), the first few, exact ones first.
+    exact, near: numbers of rows that repeat another one; `near` are not exact copies.
+    examples: the first few, exact ones first.
     """
 
-    exact: int = 0
-    near: int = 0
-    examples: Sequence[tuple[str, str]] = ()
+    exact: int
+    near: int
+    examples: Sequence[Copy]
 
 
 @dataclass(frozen=True)
@@ -157,7 +169,7 @@ def grouped(reasons: Iterable[tuple[str, str]]) -> list[Reason]:
 
 @dataclass(frozen=True)
 class Steps:
-    """How the rows of data.train fill the steps of a run.
+    """The steps of a run, as the rows of data.train fill them.
 
     rows: number of rows in a step; in reinforcement learning, prompts of a generated batch.
     total: number of optimizer steps of the run.

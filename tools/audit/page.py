@@ -8,7 +8,7 @@ from pathlib import Path
 
 from isoloss.tools.audit.audit import Audit
 from isoloss.tools.audit.pieces import LEGEND, Piece
-from isoloss.tools.audit.report import Entry, run_entries, split_entries
+from isoloss.tools.audit.report import Entry, sections
 from isoloss.tools.audit.shown import ShownRow, for_page, shown_rows
 
 ROWS = 300  # of a split
@@ -22,10 +22,7 @@ def page(audit: Audit, title: str) -> str:
         for number, (split, remarks) in enumerate(zip(audit.splits, audit.remarks))
         for row in shown_rows(audit, number, for_page(split, remarks, ROWS))
     ]
-    tables = [
-        section(f"{figures.key}: {', '.join(figures.files)}", split_entries(figures, audit, answers))
-        for figures, answers in zip(audit.figures, audit.answers or [None] * len(audit.figures))
-    ]
+    tables = "".join(section(part, entries) for part, entries in sections(audit))
     # Texts of rows are a stranger's. They are escaped, and if that failed the browser would run no script but this one.
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -35,7 +32,7 @@ def page(audit: Audit, title: str) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>isoloss audit: {escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
-        f"<h1>What the loss will see: {escape(title)}</h1>\n{''.join(tables)}{section('The run', run_entries(audit))}"
+        f"<h1>What the loss will see: {escape(title)}</h1>\n{tables}"
         f'<h2>Rows</h2>\n<p class="legend">{kinds}<span class="special">special token</span></p>\n{FILTER}'
         f'<ol id="rows">\n{"".join(map(row_item, rows))}</ol>\n<script>{SCRIPT}</script>\n</body>\n</html>\n'
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from isoloss.tools.audit.copies import Sketches, Tokens, exact_copies, near_copies
-from isoloss.tools.audit.figures import PLACES, Copies
+from isoloss.tools.audit.figures import PLACES, Copies, Copy
 from isoloss.tools.audit.rows import Split
 
 
@@ -14,9 +14,9 @@ from isoloss.tools.audit.rows import Split
 class Repeats:
     """Rows of a split that repeat others.
 
-    inside: those that repeat an earlier row of the split.
-    in_train: of data.eval, those that repeat a row of data.train; None for data.train.
-    remarks: what a row repeats, by row.
+    inside: rows that repeat an earlier row of the split.
+    in_train: rows of data.eval that repeat a row of data.train; None for data.train.
+    remarks: words for the row that is repeated, by the row that repeats it.
     """
 
     inside: Copies
@@ -65,10 +65,9 @@ def _compare(rows: Seen, sketches: Sketches, of: tuple[Seen, Sketches] | None) -
     exact = exact_copies(rows.rows, others.rows if of else None)
     near = near_copies(sketches, exact < 0, of[1] if of else None)
     remarks, examples = {}, []
-    for copies, word in ((exact, "repeats"), (near, "nearly repeats")):
-        for row in np.flatnonzero(copies >= 0).tolist():
-            other = others.place(int(copies[row]))
-            remarks[int(rows.indices[row])] = f"{word} {other}"
-            if len(examples) < PLACES:
-                examples.append((rows.place(row), other))
+    for found, is_near in ((exact, False), (near, True)):
+        for row in np.flatnonzero(found >= 0).tolist():
+            copy = Copy(rows.place(row), others.place(int(found[row])), is_near)
+            remarks[int(rows.indices[row])] = str(copy).removeprefix(f"{copy.row} ")
+            examples += [copy] if len(examples) < PLACES else []
     return Copies(int((exact >= 0).sum()), int((near >= 0).sum()), examples), remarks

@@ -113,8 +113,9 @@ class Split:
 
     @cached_property
     def all_targets(self) -> np.ndarray:
-        """Return which used rows have nothing but targets after their first token, bool [n]."""
-        return (self.used > 1) & (self.targets >= self.used - 1)
+        """Return which used rows have nothing but targets after their first token, bool [n]; none if all rows are of
+        the form `text`, which has no other tokens."""
+        return (self.used > 1) & (self.targets >= self.used - 1) & (set(self.forms) != {"text"})
 
     @cached_property
     def rejects(self) -> list[Reject]:

@@ -20,9 +20,9 @@ class ShownRow:
     """A row with its text.
 
     place: "file:line".
-    why: what is odd about it, or why it was chosen.
+    why: oddities of the row, and reasons to show it.
     length, used, targets: numbers of tokens: of the whole row, of what the run reads of it, and of its targets.
-    answer: of a prompt, the row's answer; None otherwise.
+    answer: the answer of a prompt; None for a row of supervised fine-tuning.
     """
 
     key: str
@@ -36,13 +36,13 @@ class ShownRow:
 
 
 def worst(split: Split, remarks: Mapping[int, Sequence[str]], count: int) -> dict[int, str]:
-    """Return `count` rows that tell most, with why: the longest, the one with the smallest share of targets, one of
-    each kind that has a remark, and then the first ones."""
+    """Return `count` rows that are worth a look, and why: the longest, the one with the smallest share of targets, one
+    of each kind of remark, and then the first ones."""
     chosen: dict[int, str] = {}
     kinds: dict[str, int] = {}
     for row in sorted(remarks):
         for remark in remarks[row]:
-            kinds.setdefault(" ".join(remark.split()[:2]), row)
+            kinds.setdefault(remark.split()[0], row)
     candidates = [(int(split.lengths.argmax()), "longest")]
     if not split.prompts:
         share = np.where(split.used > 0, split.targets / np.maximum(split.used, 1), 2.0)
@@ -56,7 +56,7 @@ def worst(split: Split, remarks: Mapping[int, Sequence[str]], count: int) -> dic
 
 
 def for_page(split: Split, remarks: Mapping[int, Sequence[str]], count: int) -> dict[int, str]:
-    """Return about `count` rows: half of them with remarks, if there are so many, the others evenly spaced."""
+    """Return about `count` rows: at most half of them chosen by their remarks, the others evenly spaced."""
     chosen = worst(split, remarks, count // 10)
     odd = sorted(remarks)
     chosen |= {row: chosen.get(row, "") for row in _spaced(odd, count // 2)}

@@ -15,13 +15,13 @@ CHECKED = 100  # rows, from the first one
 
 @dataclass(frozen=True)
 class TemplateFacts:
-    """What a model will see before an answer, in training and in generation, and what ends its turns.
+    """The border of prompt and answer in training and in generation, and the tokens that end turns.
 
     checked: number of conversations whose first answer was compared.
     differing: places of those among them whose generation prompt is not what training has before the first target.
     generated, trained: end of the generation prompt, and of what training has in its place, of the first of these.
     ends: tokens that end learned turns.
-    undeclared: those of them that generation_config.json and config.json of the model do not name.
+    undeclared: tokens among `ends` that generation_config.json and config.json of the model do not name.
     """
 
     checked: int
