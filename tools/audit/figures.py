@@ -69,6 +69,8 @@ class SplitFigures:
     reasons: why rows were rejected.
     copies: rows of this split that repeat an earlier one.
     in_train: rows of data.eval that are in data.train; None for data.train.
+    forms, remarks: rows by their columns and by key of `remarks.MESSAGES`, before any is dropped for its length.
+    unused: columns that nothing is read from.
     """
 
     key: str

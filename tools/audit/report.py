@@ -24,12 +24,13 @@ Entry = tuple[str, str]  # a name and a text; the name is empty where a figure h
 
 
 def lines_of(audit: Audit, width: int) -> list[str]:
-    """Return the figures as lines of at most `width` columns, or up to WIDEST."""
+    """Return the figures as lines of at most `width` or WIDEST columns. A longer word, such as a path, stays whole."""
     lines = []
     for title, entries in sections(audit):
         lines += ["", printable(title)]
         for name, text in entries:
-            wrapped = textwrap.wrap(printable(text), min(width, WIDEST) - LABEL - 2) or [""]
+            room = min(width, WIDEST) - LABEL - 2
+            wrapped = textwrap.wrap(printable(text), room, break_long_words=False, break_on_hyphens=False) or [""]
             lines += [f"  {name:<{LABEL}}{wrapped[0]}", *(" " * (LABEL + 2) + line for line in wrapped[1:])]
     return lines
 
