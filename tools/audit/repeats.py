@@ -37,7 +37,7 @@ class Seen:
         indices = np.flatnonzero(split.used)
         if not split.over.any():  # tokens of a memory map stay there
             return cls(split, Tokens(split.tokens, split.offsets), indices)
-        tokens = np.concatenate([split.row(i)[0][: split.limit] for i in indices])
+        tokens = np.concatenate([split.row(i)[0][: split.limit] for i in indices.tolist()])
         return cls(split, Tokens(tokens, np.concatenate([[0], np.cumsum(split.used[indices])])), indices)
 
     def place(self, row: int) -> str:

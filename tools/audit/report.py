@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 
+from isoloss.engine.config.schema import Config
 from isoloss.engine.data.remarks import MESSAGES
 from isoloss.engine.data.rows import listed
 from isoloss.engine.data.show_rows import printable
@@ -68,7 +69,7 @@ def split_entries(split: Split, figures: SplitFigures, answers: Answers | None, 
             entries.append(("turns", f"{figures.remarks[name]:,} rows {text}"))
     if figures.unused:
         entries.append(("not read", f"columns {listed(figures.unused)}"))
-    return entries + (answer_entries(split, answers, audit.config) if isinstance(audit.config, RLConfig) else [])
+    return entries + (answer_entries(split, answers, audit.config) if answers is not None else [])
 
 
 def length_entries(figures: SplitFigures, budget: int) -> list[Entry]:
@@ -106,8 +107,9 @@ def copies_entries(name: str, copies: Copies, of: int) -> list[Entry]:
     return [(name, ", ".join(counts) or "none"), *(("", str(copy)) for copy in copies.examples)]
 
 
-def answer_entries(split: Split, answers: Answers, config: RLConfig) -> list[Entry]:
+def answer_entries(split: Split, answers: Answers, config: Config) -> list[Entry]:
     """Return what rewards make of the rows' own answers."""
+    assert isinstance(config, RLConfig)
     full, tried = full_reward(config), answers.scored - answers.without
     rule = f"the full reward of {full:g}" if full is not None else "more than an empty completion"
     sampled = f"; {answers.scored:,} of {len(split):,} rows were tried" if answers.scored < len(split) else ""

@@ -87,7 +87,7 @@ class Split:
         if not len(self):
             return np.zeros(0, np.int64)
         counts = np.add.reduceat(self.mask, self.offsets[:-1], dtype=np.int64)
-        for index in np.flatnonzero(self.over):
+        for index in np.flatnonzero(self.over).tolist():
             counts[index] = self.row(index)[1][: self.limit].sum()
         return counts
 
@@ -121,11 +121,11 @@ class Split:
     def rejects(self) -> list[Reject]:
         """Return all bad rows, with the reason of each."""
         left = "" if self.overlong == "error" else ", and no target is left within it"
-        late = [
-            Reject(*self.origins[i].tolist(), f"{self.lengths[i]} tokens are more than {self.limit_key}="
-                   f"{self.limit}{left}: raise it, or set data.overlong=drop")
-            for i in np.flatnonzero(self.refused)
-        ]  # fmt: skip
+        ends = f"tokens are more than {self.limit_key}={self.limit}{left}: raise it, or set data.overlong=drop"
+        late = []
+        for row in np.flatnonzero(self.refused).tolist():
+            file, number = self.origins[row].tolist()
+            late.append(Reject(file, number, f"{self.lengths[row]} {ends}"))
         return sorted([*self.bad, *late], key=lambda reject: (reject.file, reject.number))
 
 
