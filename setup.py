@@ -25,6 +25,7 @@ setup(
         "": ["py.typed"],
         "isoloss.recipes": ["conf/**/*.yaml", "assets/**/*"],
         "isoloss.engine": ["config/trainers/*.toml"],
+        "isoloss.tools.audit": ["page.css", "page.js"],
         "isoloss.tools.migrate": ["*.toml"],
     },
 )

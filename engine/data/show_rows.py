@@ -44,11 +44,14 @@ def shown_prompt(place: str, tokens_T: Sequence[int], tokenizer) -> list[str]:
     return [f"prompt {place}: {len(tokens_T):,} tokens", textwrap.indent(text, "  ")]
 
 
-def printable(text: str) -> str:
+def printable(text: str, most: int | None = MOST) -> str:
     """Return a text that is safe to print: escaped where it has control characters, or characters that the encoding of
-    standard output lacks, and cut in its middle if it is long."""
-    if len(text) > MOST:
-        text = f"{text[: MOST // 2]} ... {len(text) - MOST:,} characters ... {text[-MOST // 2 :]}"
+    standard output lacks, and cut in its middle if it is long.
+
+    most: number of characters above which it is cut; None: it is not.
+    """
+    if most is not None and len(text) > most:
+        text = f"{text[: most // 2]} ... {len(text) - most:,} characters ... {text[-most // 2 :]}"
     text = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
     encoding = sys.stdout.encoding or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

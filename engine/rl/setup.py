@@ -64,6 +64,23 @@ def load_data(config: RLConfig, arch: Architecture) -> RLData:
     if config.algorithm.uses_critic:
         rules.check(config, arch.as_critic(), config.parallel.layout())
     check_files(config.data)
+    room, limit = prompt_room(config, arch)
+    tokenizer = load_tokenizer(str(tokenizer_folder(config)), arch.vocab_size)
+    options = {"max_prompt_tokens": room, "limit": limit}
+    train = load_prompts(config.data, "train", tokenizer, duplicates=config.data.duplicates, **options)
+    evaluation = load_prompts(config.data, "eval", tokenizer, **options) if config.data.eval else None
+    batches = steps_for_epochs(len(train.prompts), config.train.epochs, config.batch.global_size)
+    return RLData(
+        train,
+        evaluation,
+        config.train.steps or batches * config.steps_per_batch,
+        stop_tokens(folder, tokenizer, config.data.template_variables),
+        tokenizer,
+    )
+
+
+def prompt_room(config: RLConfig, arch: Architecture) -> tuple[int, str]:
+    """Return the most tokens of a prompt, and the keys that it follows from. Raises UserError if there is no room."""
     limits = {
         "data.max_length": config.data.max_length,
         "max_position_embeddings": arch.max_positions,
@@ -75,18 +92,7 @@ def load_data(config: RLConfig, arch: Architecture) -> RLData:
             f"rollout.max_new_tokens={config.rollout.max_new_tokens} leaves no room for a prompt within {key}="
             f"{limits[key]}; lower the one or raise the other"
         )
-    tokenizer = load_tokenizer(str(tokenizer_folder(config)), arch.vocab_size)
-    options = {"max_prompt_tokens": room, "limit": f"{key} - rollout.max_new_tokens"}
-    train = load_prompts(config.data, "train", tokenizer, duplicates=config.data.duplicates, **options)
-    evaluation = load_prompts(config.data, "eval", tokenizer, **options) if config.data.eval else None
-    batches = steps_for_epochs(len(train.prompts), config.train.epochs, config.batch.global_size)
-    return RLData(
-        train,
-        evaluation,
-        config.train.steps or batches * config.steps_per_batch,
-        stop_tokens(folder, tokenizer, config.data.template_variables),
-        tokenizer,
-    )
+    return room, f"{key} - rollout.max_new_tokens"
 
 
 @contextlib.contextmanager

@@ -107,13 +107,8 @@ def _train(config: Config, data: RunData, engine: Engine, run: Run, loss: Loss) 
 def load_data(config: Config, arch: Architecture) -> RunData:
     """Tokenize the training and evaluation rows, or load them from the cache. Raises UserError. Enters no
     collective."""
-    folder = hf_folder(config.model.path)
     check_files(config.data)
-    if config.data.max_length > arch.max_positions:
-        raise UserError(
-            f"data.max_length={config.data.max_length} is more than max_position_embeddings={arch.max_positions} in "
-            f"{folder}/config.json: set it to at most {arch.max_positions}"
-        )
+    check_positions(config, arch)
     tokenizer = str(tokenizer_folder(config))
     options = {"vocab_size": arch.vocab_size, "cache_dir": cache_folder(config)}
     train = load_dataset(config.data, "train", tokenizer, **options)
@@ -121,6 +116,15 @@ def load_data(config: Config, arch: Architecture) -> RunData:
     steps = config.train.steps or steps_for_epochs(len(train), config.train.epochs, config.batch.global_size)
     unigram = unigram_nats(train, evaluation, arch.vocab_size) if evaluation is not None else None
     return RunData(train, evaluation, steps, tuple(train.turn_ends.values()), unigram)
+
+
+def check_positions(config: Config, arch: Architecture) -> None:
+    """Raise UserError if a row may have more tokens than the model has positions."""
+    if config.data.max_length > arch.max_positions:
+        raise UserError(
+            f"data.max_length={config.data.max_length} is more than max_position_embeddings={arch.max_positions} in "
+            f"{hf_folder(config.model.path)}/config.json: set it to at most {arch.max_positions}"
+        )
 
 
 def banner(config: Config, data: RunData, run: Run) -> list[str]:

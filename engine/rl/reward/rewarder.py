@@ -88,6 +88,11 @@ class Rewarder:
         """Return whether a function wants all completions of a batch in one call."""
         return any(function.batched for function in self._functions)
 
+    def lacking(self, prompt: Prompt) -> list[str]:
+        """Return the columns that functions ask for without a default, and that this row lacks: they get None."""
+        names = dict.fromkeys(name for function in self._functions for name in function.lacking(prompt))
+        return [*names]
+
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Scored]:
         """The reward of each completion, completions[i] being one of prompts[i]; a batched function sees all at once.
 

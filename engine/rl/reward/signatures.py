@@ -60,6 +60,13 @@ class RewardFunction:
         values = verl_values if self.convention == "verl" else own_values
         return [Call(self.index, self._arguments(values(attempt))) for attempt in attempts]
 
+    def lacking(self, prompt: Prompt) -> list[str]:
+        """Return the parameters without a default for which the row has no column."""
+        answers = ("ground_truth",) if self.convention == "verl" else ("answer",)
+        provided = {*NAMES, *VERL_NAMES, *TRL_NAMES, "trainer_state", *prompt.extra}.difference(answers)
+        wanted = [each.name for each in self.parameters if each.required and not each.kind.startswith("VAR")]
+        return [name for name in wanted if name not in provided and (name not in answers or prompt.answer is None)]
+
     def _arguments(self, values: tuple[Mapping[str, Any], Mapping[str, Any]]) -> dict[str, Any]:
         """Return the arguments by name. values: those that a parameter can name, and the rest for a ** parameter."""
         named, rest = values
