@@ -159,7 +159,7 @@ def test_the_rows_that_are_shown_are_the_worst(tmp_path, model, capsys):
         (22, "longest; cut"), (21, "fewest targets"), (23, "repeats"), (24, "all targets"),
     ]  # fmt: skip
     assert audited(tmp_path, model, rows, "data.max_length=50", "--rows", "0") == 0
-    assert "rows: " not in capsys.readouterr().out
+    assert "rows: context" not in capsys.readouterr().out
 
 
 def test_a_bad_row_is_shown_by_its_reason(tmp_path, model, capsys):
