@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from numbers import Integral
 from pathlib import Path
@@ -12,6 +12,7 @@ from time import monotonic, perf_counter
 import torch
 
 from isoloss.engine.instruments.files import AppendOnlyFile, JsonLines
+from isoloss.engine.run.metric_groups import eval_tag, tag
 from isoloss.engine.run.records import EVALUATIONS, METRICS, RunRecords
 from isoloss.engine.run.screen import Screen
 from isoloss.engine.step.engine import OptimResult
@@ -29,6 +30,7 @@ PEAK_FLOPS = (
     (r"H100", 989e12),
     (r"A100", 312e12),
 )
+MOST_POINTS = 1000  # of a curve that TensorBoard keeps
 
 
 class MetricsLog:
@@ -49,7 +51,6 @@ class MetricsLog:
     def __init__(
         self,
         output_dir: str | Path,
-        *,
         enabled: bool,
         total_steps: int,
         start_step: int = 0,
@@ -58,17 +59,22 @@ class MetricsLog:
         self.enabled = enabled
         if not enabled:
             return
-        from isoloss.engine.run.tensorboard import EventFile  # takes a second, spent on this rank alone
+        # Its import takes a second, spent on this rank alone.
+        from isoloss.engine.run.tensorboard import EventFile, has_earlier_names
 
         self._folder, self._start_step = Path(output_dir), start_step
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._tensorboard = EventFile(self._folder / "tensorboard", start_step + 1 if start_step else 0)
+        renamed = start_step > 0 and has_earlier_names(self._folder / "tensorboard")
+        hidden_from = start_step + 1 if start_step and not renamed else 0
+        self._tensorboard = EventFile(self._folder / "tensorboard", hidden_from)
         self._files: list[AppendOnlyFile] = [self._tensorboard.file]
         self._train = self.file(METRICS)
         self._eval = self.file(EVALUATIONS, of_evaluations=True)
         self._screen, self._started = Screen(start_step, total_steps, hidden), monotonic()
         for row in self.earlier():
             self._screen.add(row)
+        if renamed:
+            self._replay()
 
     def file(self, name: str, *, of_evaluations: bool = False, begun: bool = True) -> JsonLines:
         """Open another file of the run's folder, which is resumed and closed with this log. Only if `enabled`.
@@ -89,14 +95,14 @@ class MetricsLog:
         """
         if not self.enabled:
             return {}
-        row = self._record("train", self._train, step, values)
+        row = self._record(tag, self._train, step, values)
         self._screen.show(step, row, monotonic() - self._started)
         return row
 
     def log_eval(self, step: int, values: Mapping[str, float]) -> None:
         """Report an evaluation after optimizer step `step`, 0 for one before training."""
         if self.enabled:
-            row = self._record("eval", self._eval, step, values)
+            row = self._record(eval_tag, self._eval, step, values)
             self._screen.show_evaluation(step, row)
 
     def earlier(self) -> list[defaultdict[str, float]]:
@@ -106,12 +112,23 @@ class MetricsLog:
         rows = RunRecords(self._folder).metrics()
         return [defaultdict(float, {key: float(value) for key, value in row.items()}) for row in rows]
 
-    def _record(self, group: str, file: JsonLines, step: int, values: Mapping[str, float]) -> dict[str, int | float]:
+    def _record(
+        self, name: Callable[[str], str], file: JsonLines, step: int, values: Mapping[str, float]
+    ) -> dict[str, int | float]:
         row = {key: _number(value) for key, value in values.items()}
         assert "step" not in row, "the step is an argument of its own"
         file.write([{"step": step, **finite_or_text(row)}])
-        self._tensorboard.scalars(step, {f"{group}/{key}": value for key, value in row.items()})
+        self._tensorboard.scalars(step, {name(key): value for key, value in row.items()})
         return row
+
+    def _replay(self) -> None:
+        """Give TensorBoard the steps so far under the names of this release, which continue the curves."""
+        records = RunRecords(self._folder)
+        for rows, name in ((records.metrics(), tag), (records.evaluations(), eval_tag)):
+            every = 1 + self._start_step // MOST_POINTS
+            for step, row in ((int(row.pop("step")), row) for row in rows):
+                if step % every == 0:
+                    self._tensorboard.scalars(step, {name(key): float(value) for key, value in row.items()})
 
     def text(self, name: str, markdown: str, step: int) -> None:
         """Write a text for TensorBoard."""

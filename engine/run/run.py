@@ -98,10 +98,8 @@ class Run:
         self._state = state = self._load_newest() if config.checkpoint.resume else None
         self._changed = changed_settings(config, (state or {}).get("settings", {}))
         self.done = 0 if state is None else int(state["step"])
-        # A CPU's peak is measured while other processes use it: its MFU says nothing by itself.
-        hidden = ("mfu",) if engine.device.type == "cpu" else ()
-        steps = {"total_steps": total_steps, "start_step": self.done}
-        self.metrics = MetricsLog(output_dir, enabled=is_main(), **steps, hidden=hidden)
+        hidden = ("mfu",) if engine.device.type == "cpu" else ()  # its peak, and so its MFU, depend on other processes
+        self.metrics = MetricsLog(output_dir, is_main(), total_steps, self.done, hidden)
         self._health = Health(watched, self.metrics.earlier())
         bad_steps = self.metrics.file(BAD_STEPS, begun=False) if is_main() else None
         self._guard = BadStepGuard(config.train, config.judged_by, (state or {}).get("guard"), bad_steps)
