@@ -50,7 +50,7 @@ class RunRecords:
         return self._whole(PROVENANCE, json.loads)
 
     def total_steps(self) -> int:
-        """Return the number of optimizer steps of the whole run. Raises UserError if its files do not tell it."""
+        """Return the number of optimizer steps of the whole run. Raises UserError if no file has it."""
         steps = self.provenance().get("total_steps") or self.config().get("train", {}).get("steps")
         if not steps:
             raise UserError(f"{self.folder / PROVENANCE} has no total_steps: an earlier isoloss wrote it")

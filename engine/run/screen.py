@@ -118,7 +118,7 @@ class Screen:
 
 
 class StepView:
-    """What a terminal shows of a step: a bar, the numbers in columns, and the curve of the reward or the loss."""
+    """A view of a step for a terminal: a bar, the numbers in columns, and the curve of the reward or the loss."""
 
     def __init__(self, bar: Bar, row: Row, history: Sequence[float], hidden: Collection[str]):
         self._bar, self._row, self._history, self._hidden = bar, row, history, hidden
