@@ -1,27 +1,233 @@
-"""Print what a run reports to its user."""
+"""Print what a run reports to its user: lines, and on a terminal a live part below them."""
 
 import contextlib
+import io
+import os
+import shutil
 import sys
+import threading
 from collections.abc import Callable
 from time import monotonic
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
-FIRST_SECONDS, EVERY_SECONDS = 5.0, 10.0  # seconds before the first progress line, and between two
+from isoloss.parallel.runtime import environment
+
+if TYPE_CHECKING:  # its import takes a tenth of a second, which commands that draw nothing need not wait for
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+
+LIVE_SECONDS, REDRAW_SECONDS = 2.0, 0.1  # seconds before a task appears on a terminal, and between two drawings
+FIRST_SECONDS, EVERY_SECONDS = 5.0, 10.0  # seconds before the first line about a task in a log file, and between two
 
 
 def say(*lines: str, error: bool = False) -> None:
-    """Print lines to standard output or error, and flush. A full disk or a closed terminal is ignored."""
+    """Print lines to standard output or error, and flush. A full disk or a closed terminal is ignored.
+
+    On a terminal they stand above the live part.
+    """
     stream = sys.stderr if error else sys.stdout
-    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
     with contextlib.suppress(OSError):
-        if tqdm is not None and getattr(tqdm, "_instances", None):  # prints above a progress bar
-            tqdm.write("\n".join(lines), file=stream)
-            stream.flush()
+        _terminal.write(stream, "".join(f"{line}\n" for line in lines))
+
+
+def on_terminal() -> bool:
+    """Return whether standard error is a terminal that can redraw a part of itself."""
+    return sys.stderr.isatty() and environment.variable("TERM") not in (None, "", "dumb", "unknown")
+
+
+class LivePart:
+    """A part of the terminal that is redrawn in place, below all lines. Several parts stand one below the other.
+
+    passing: whether the part vanishes when a line is printed, until it is drawn again. So nothing is left of a task
+        that nobody closed.
+    """
+
+    def __init__(self, passing: bool = False):
+        self.passing = passing
+        self._drawn = 0.0
+
+    def draw(self, drawing: "RenderableType", now: bool = False) -> None:
+        """Draw the part. now: also if it was drawn less than REDRAW_SECONDS ago. A closed terminal is ignored."""
+        if now or monotonic() - self._drawn >= REDRAW_SECONDS:
+            self._drawn = monotonic()
+            with contextlib.suppress(OSError):
+                _terminal.show(self, drawing)
+
+    def remove(self) -> None:
+        """Take the part away."""
+        with contextlib.suppress(OSError):
+            _terminal.remove(self)
+
+    def leave(self) -> None:
+        """Leave the part on the screen as it is. Writes nothing: the last lines may be another process's by now."""
+        _terminal.leave(self)
+
+
+class _Terminal:
+    """Owns the end of the terminal's output, for all threads of the process.
+
+    Between two drawings the cursor is visible, in the first column of an empty line below the live parts. So whatever
+    ends the process leaves a terminal that a shell can use. While there are parts, what this process prints to the
+    terminal by `sys.stdout` and `sys.stderr` goes above them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._parts: dict[LivePart, RenderableType] = {}
+        self._height = 0  # lines of the live parts on the screen
+        self._streams: list[tuple[str, Any, Any]] = []
+
+    def write(self, stream: TextIO, text: str) -> None:
+        """Print whole lines to a stream, above the parts if it is a terminal."""
+        stream = getattr(stream, "real", stream)
+        with self._lock:
+            if self._height and stream.isatty():
+                self._parts = {part: drawing for part, drawing in self._parts.items() if not part.passing}
+                self._redraw(text, stream)
+            else:
+                print(text, end="", file=stream, flush=True)
+
+    def show(self, part: LivePart, drawing: "RenderableType") -> None:
+        with self._lock:
+            self._parts[part] = drawing
+            self._redraw()
+
+    def remove(self, part: LivePart) -> None:
+        with self._lock:
+            if self._parts.pop(part, None) is not None:
+                self._redraw()
+
+    def leave(self, part: LivePart) -> None:
+        with self._lock:
+            if self._parts.pop(part, None) is not None:
+                self._height = 0  # what stands there is never erased; another part is drawn below
+                if not self._parts:
+                    self._restore_streams()
+
+    def _redraw(self, text: str = "", stream: TextIO | None = None) -> None:
+        """Replace the parts on the screen by `text` and the parts of now, in one write."""
+        erase = f"\r\x1b[{self._height}A\x1b[J" if self._height else ""
+        if self._parts:
+            self._take_streams()
+        terminal: TextIO = getattr(sys.stderr, "real", sys.stderr)
+        drawn = _drawn(list(self._parts.values()), terminal) if self._parts else ""
+        self._height = drawn.count("\n")
+        print(erase, text, drawn, sep="", end="", file=stream or terminal, flush=True)
+        if not self._parts:
+            self._restore_streams()
+
+    def _take_streams(self) -> None:
+        for name in ("stdout", "stderr") if not self._streams else ():
+            stream = getattr(sys, name)
+            if stream.isatty():
+                above = _Above(stream)
+                self._streams.append((name, stream, above))
+                setattr(sys, name, above)
+
+    def _restore_streams(self) -> None:
+        for name, stream, above in self._streams:
+            if getattr(sys, name) is above:
+                setattr(sys, name, stream)
+            above.finish()
+        self._streams = []
+
+
+class _Above:
+    """Stands for a stream while there are live parts: whole lines go above them. real: the stream."""
+
+    def __init__(self, real: TextIO):
+        self.real, self._rest = real, ""
+
+    def write(self, text: str) -> int:
+        whole, newline, self._rest = (self._rest + text).rpartition("\n")
+        if newline:
+            _terminal.write(self.real, whole + newline)
+        return len(text)
+
+    def finish(self) -> None:
+        """Write the beginning of a line that did not end."""
+        rest, self._rest = self._rest, ""
+        if rest:
+            self.real.write(rest)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+def terminal_size(stream: TextIO) -> os.terminal_size:
+    """Return columns and lines of the terminal of a stream."""
+    with contextlib.suppress(OSError):
+        size = os.get_terminal_size(stream.fileno())
+        if size.columns and size.lines:
+            return size
+    return shutil.get_terminal_size()
+
+
+def _drawn(drawings: "list[RenderableType]", terminal: TextIO) -> str:
+    """Return the lines of drawings, at most as many as the terminal has above the cursor."""
+    from rich.console import Console, Group
+
+    size = terminal_size(terminal)
+    # The width leaves a column free: in the last one some terminals wrap at once.
+    shape: Any = {"width": max(1, size.columns - 1), "height": size.lines, "force_terminal": True}
+    console = Console(file=_Encoded(terminal.encoding), **shape, highlight=False, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(Group(*drawings))
+    return "".join(captured.get().splitlines(keepends=True)[: max(1, size.lines - 1)])
+
+
+class _Encoded(io.StringIO):
+    """A text file with the encoding of another one, by which rich chooses its characters."""
+
+    def __init__(self, encoding: str | None):
+        super().__init__()
+        self._encoding = encoding
+
+    @property
+    def encoding(self) -> str:
+        return self._encoding or "utf-8"
+
+
+_terminal = _Terminal()  # a process has one
+
+
+class _Task:
+    """Reports how far something is on standard error: on a terminal by a bar after LIVE_SECONDS, which vanishes at the
+    end or at the next line; in a log file by a line after FIRST_SECONDS, then one every EVERY_SECONDS. A context
+    manager, whose end takes the bar away."""
+
+    def __init__(self, enabled: bool):
+        self._enabled, self._started = enabled, monotonic()
+        self._live = LivePart(passing=True) if enabled and on_terminal() else None
+        self._next = self._started + (FIRST_SECONDS if self._live is None else LIVE_SECONDS)
+
+    def _due(self) -> float | None:
+        """Return the seconds so far if a report is due."""
+        now = monotonic()
+        if not self._enabled or now < self._next:
+            return None
+        self._next = now + (EVERY_SECONDS if self._live is None else REDRAW_SECONDS)
+        return now - self._started
+
+    def _report(self, before: str, share: float, after: str) -> None:
+        if self._live is None:
+            say(f"{before}  {after}", error=True)
         else:
-            print(*lines, sep="\n", file=stream, flush=True)
+            self._live.draw(Bar(before, share, after), now=True)
+
+    def close(self) -> None:
+        """Take the bar away. May be called again."""
+        if self._live is not None:
+            self._live.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
 
 
-class Progress:
-    """Reports the progress of a long task: a line after FIRST_SECONDS, then one every EVERY_SECONDS.
+class Progress(_Task):
+    """Reports the progress of a task that does items: see `_Task`. The last item takes the bar away too.
 
     what, items: words for the line, such as "tokenizing" and "rows of data.train".
     count: function that returns the number of items, called for the first line.
@@ -29,23 +235,66 @@ class Progress:
     """
 
     def __init__(self, what: str, items: str, count: Callable[[], int], enabled: bool = True, done: int = 0):
-        self._what, self._items, self._count, self._enabled = what, items, count, enabled
+        super().__init__(enabled)
+        self._what, self._items, self._count = what, items, count
         self._done, self._before, self._total = done, done, 0
-        self._started = monotonic()
-        self._next = self._started + FIRST_SECONDS
 
-    def advance(self, items: int = 1) -> None:
-        """Count more items as done."""
-        self._done += items
-        now = monotonic()
-        if not self._enabled or now < self._next:
+    def advance(self, number: int = 1) -> None:
+        """Count `number` more items as done."""
+        self._done += number
+        if 0 < self._total <= self._done:
+            self.close()
+        if self._done == self._before or (seconds := self._due()) is None:
             return
-        self._next = now + EVERY_SECONDS
         self._total = self._total or self._count()
-        rate = (self._done - self._before) / (now - self._started)
-        left = duration((self._total - self._done) / rate)
-        of_all = f"{self._done:,} of {self._total:,} {self._items}"
-        say(f"{self._what} {of_all}  {rate:,.0f} a second  ETA {left}", error=True)
+        if self._live is None or self._done < self._total:
+            rate = (self._done - self._before) / max(seconds, 1e-3)
+            left = duration(max(0, self._total - self._done) / rate)
+            text = f"{self._what} {self._done:,} of {self._total:,} {self._items}"
+            self._report(text, self._done / self._total, f"{rate:,.0f} a second  ETA {left}")
+
+
+class Wait(_Task):
+    """Reports how long something has been waited for: see `_Task`.
+
+    what: words for the line, such as "waiting for a server".
+    limit: seconds after which nobody waits any more.
+    """
+
+    def __init__(self, what: str, limit: float):
+        super().__init__(enabled=True)
+        self._what, self._limit = what, limit
+
+    def look(self) -> None:
+        """Report, if it is time. Called again and again."""
+        if (seconds := self._due()) is not None:
+            self._report(self._what, min(1.0, seconds / self._limit), f"{duration(seconds)} of {duration(self._limit)}")
+
+
+class Bar:
+    """A line with a bar between two texts. Without room for it, the texts alone, on one line or on two.
+
+    share: 0 to 1.
+    """
+
+    LEAST = 10  # columns of a bar
+
+    def __init__(self, before: str, share: float, after: str):
+        self._before, self._share, self._after = before, share, after
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        room = options.max_width - len(self._before) - len(self._after) - 4
+        if room < self.LEAST:
+            joint = "  " if room >= -2 else "\n"
+            yield Text(f"{self._before}{joint}{self._after}", overflow="fold")
+            return
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_row(Text(self._before), ProgressBar(1.0, self._share, width=room), Text(self._after))
+        yield table
 
 
 def duration(seconds: float) -> str:

@@ -25,7 +25,7 @@ from isoloss.engine.config.config_file import recorded as recorded_files
 from isoloss.engine.config.schema import Config
 from isoloss.engine.data.chat_template import asks_for_the_date
 from isoloss.engine.instruments.files import replace_text
-from isoloss.engine.run.records import CONFIG, METRICS, PROVENANCE
+from isoloss.engine.run.records import CONFIG, LOCK, METRICS, PROVENANCE
 from isoloss.engine.step.optimizer import OPTIMIZER
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
@@ -208,8 +208,10 @@ def replace_export(output_dir: Path, export: Callable[[Path], None]) -> Path:
 
 
 @contextlib.contextmanager
-def open_folder(config: Config, run_name: str) -> Iterator[Path]:
+def open_folder(config: Config, run_name: str, total_steps: int | None = None) -> Iterator[Path]:
     """Create the run's folder on rank 0, with config.yaml and run.json, and lock it for this run until the end.
+
+    total_steps: number of optimizer steps of the run, for run.json.
 
     The default is runs/<run_name>, numbered if it exists and checkpoint.resume is off. Raises UserError on every rank
     if another run is writing the folder. One broadcast over the world.
@@ -218,7 +220,7 @@ def open_folder(config: Config, run_name: str) -> Iterator[Path]:
         outcome: list[Path | UserError | None] = [None]
         if is_main():
             try:
-                outcome[0] = stack.enter_context(_claim(config, run_name))
+                outcome[0] = stack.enter_context(_claim(config, run_name, total_steps))
             except UserError as error:
                 outcome[0] = error
         dist.broadcast_object_list(outcome, src=0)
@@ -229,7 +231,7 @@ def open_folder(config: Config, run_name: str) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _claim(config: Config, run_name: str) -> Iterator[Path]:
+def _claim(config: Config, run_name: str, total_steps: int | None) -> Iterator[Path]:
     folder = run_folder(config, run_name)
     if config.output_dir or config.checkpoint.resume:
         folder.mkdir(parents=True, exist_ok=True)
@@ -240,7 +242,7 @@ def _claim(config: Config, run_name: str) -> Iterator[Path]:
         resolved = dataclasses.replace(config, output_dir=str(folder))
         plain = json.loads(json.dumps(dataclasses.asdict(resolved)))  # tuples become lists
         replace_text(folder / CONFIG, dump(plain))
-        replace_text(folder / PROVENANCE, json.dumps(_provenance(config), indent=2) + "\n")
+        replace_text(folder / PROVENANCE, json.dumps(_provenance(config, total_steps), indent=2) + "\n")
         yield folder
 
 
@@ -260,7 +262,7 @@ def _new_folder(first: Path) -> Path:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Lock `folder` against other runs. The lock ends with the process, however that ends. Raises UserError."""
-    with open(folder / ".lock", "w") as lock:
+    with open(folder / LOCK, "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -272,7 +274,7 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _provenance(config: Config) -> dict:
+def _provenance(config: Config, total_steps: int | None) -> dict:
     packages = ("isoloss", "torch", "megatron-core", "transformers", "numpy")
     git = subprocess.run(
         ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
@@ -287,6 +289,7 @@ def _provenance(config: Config) -> dict:
         "attention": flash_attention.description(config.kernels.attention, config.train.precision),
         "optimizer": OPTIMIZER,
         "device": device.describe(layout.world_size),
+        "total_steps": total_steps,
         "python": platform.python_version(),
         "versions": {name: version_of(name) for name in packages},
         "environment": environment.added(),  # without variables that the user had set

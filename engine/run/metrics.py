@@ -1,22 +1,20 @@
-"""Report the metrics of a run: metrics.jsonl, TensorBoard, a progress bar, and model FLOPs utilisation (MFU)."""
+"""Report the metrics of a run: metrics.jsonl, TensorBoard, the screen, and model FLOPs utilisation (MFU)."""
 
-import contextlib
 import math
 import re
-import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from numbers import Integral
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any
 
 import torch
 
-from isoloss.engine.instruments.console import duration, say
 from isoloss.engine.instruments.files import AppendOnlyFile, JsonLines
+from isoloss.engine.run.metric_groups import eval_tag, tag
 from isoloss.engine.run.records import EVALUATIONS, METRICS, RunRecords
+from isoloss.engine.run.screen import Screen
 from isoloss.engine.step.engine import OptimResult
 from isoloss.engine.step.forward_backward import StepMetrics
 
@@ -32,48 +30,51 @@ PEAK_FLOPS = (
     (r"H100", 989e12),
     (r"A100", 312e12),
 )
-PLAIN_LINE_SECONDS = 10.0  # seconds between progress lines if stderr is a file
-
-# Parts of a progress line, by the key of the row that a part needs.
-PROGRESS_FIELDS = {
-    "reward_mean": "reward {reward_mean:.3f}",
-    "pass@1": "pass@1 {pass@1:.3f}",
-    "groups_drawn": "no variance {groups_without_variance}/{groups_drawn}",
-    "truncated_fraction": "truncated {truncated_fraction:.0%}",
-    "response_length_mean": "length {response_length_mean:,.0f}",
-    "loss": "loss {loss:.4f}",
-    "tokens_per_second": "{tokens_per_second:,.0f} tokens/s",
-}
+MOST_POINTS = 1000  # of a curve that TensorBoard keeps
 
 
 class MetricsLog:
     """Writes a run's metrics. A context manager, whose end closes all files.
 
     output_dir/metrics.jsonl: a JSON object per optimizer step, in the file when `log` returns. output_dir/eval.jsonl:
-    one per evaluation. output_dir/tensorboard: the same scalars as train/<key> and eval/<key>. Progress goes to stderr:
-    a bar on a terminal, else a line at the first and last step and at most every 10 seconds between.
+    one per evaluation. output_dir/tensorboard: the same scalars, by `metric_groups`. Steps and evaluations are shown
+    on standard error: see `Screen`.
     A disk that refuses any of them for a while ends no run, and no row is lost: see `AppendOnlyFile`.
 
     enabled: True on the one rank that writes; on the others every method does nothing. No collective is entered.
     start_step: optimizer steps done before, 0 for a new run. Rows of later steps, and the evaluation after start_step,
         are removed from both files and hidden in TensorBoard, as this run repeats them.
     total_steps: last step of the run.
+    hidden: keys that the screen does not show.
     """
 
-    def __init__(self, output_dir: str | Path, *, enabled: bool, total_steps: int, start_step: int = 0):
+    def __init__(
+        self,
+        output_dir: str | Path,
+        enabled: bool,
+        total_steps: int,
+        start_step: int = 0,
+        hidden: Collection[str] = (),
+    ):
         self.enabled = enabled
         if not enabled:
             return
-        from isoloss.engine.run.tensorboard import EventFile  # takes a second, spent on this rank alone
+        # Its import takes a second, spent on this rank alone.
+        from isoloss.engine.run.tensorboard import EventFile, has_earlier_names
 
         self._folder, self._start_step = Path(output_dir), start_step
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._tensorboard = EventFile(self._folder / "tensorboard", start_step + 1 if start_step else 0)
+        renamed = start_step > 0 and has_earlier_names(self._folder / "tensorboard")
+        hidden_from = start_step + 1 if start_step and not renamed else 0
+        self._tensorboard = EventFile(self._folder / "tensorboard", hidden_from)
         self._files: list[AppendOnlyFile] = [self._tensorboard.file]
         self._train = self.file(METRICS)
         self._eval = self.file(EVALUATIONS, of_evaluations=True)
-        progress = _Bar if sys.stderr.isatty() else _Lines
-        self._progress = progress(start_step, total_steps)
+        self._screen, self._started = Screen(start_step, total_steps, hidden), monotonic()
+        for row in self.earlier():
+            self._screen.add(row)
+        if renamed:
+            self._replay()
 
     def file(self, name: str, *, of_evaluations: bool = False, begun: bool = True) -> JsonLines:
         """Open another file of the run's folder, which is resumed and closed with this log. Only if `enabled`.
@@ -94,15 +95,15 @@ class MetricsLog:
         """
         if not self.enabled:
             return {}
-        row = self._record("train", self._train, step, values)
-        self._progress.show(step, row)
+        row = self._record(tag, self._train, step, values)
+        self._screen.show(step, row, monotonic() - self._started)
         return row
 
     def log_eval(self, step: int, values: Mapping[str, float]) -> None:
         """Report an evaluation after optimizer step `step`, 0 for one before training."""
         if self.enabled:
-            row = self._record("eval", self._eval, step, values)
-            say(f"evaluation after step {step}: {summary(row)}", error=True)
+            row = self._record(eval_tag, self._eval, step, values)
+            self._screen.show_evaluation(step, row)
 
     def earlier(self) -> list[defaultdict[str, float]]:
         """Return the rows of the steps that a resumed run has done, with 0 for keys that an earlier isoloss lacked."""
@@ -111,12 +112,23 @@ class MetricsLog:
         rows = RunRecords(self._folder).metrics()
         return [defaultdict(float, {key: float(value) for key, value in row.items()}) for row in rows]
 
-    def _record(self, group: str, file: JsonLines, step: int, values: Mapping[str, float]) -> dict[str, int | float]:
+    def _record(
+        self, name: Callable[[str], str], file: JsonLines, step: int, values: Mapping[str, float]
+    ) -> dict[str, int | float]:
         row = {key: _number(value) for key, value in values.items()}
         assert "step" not in row, "the step is an argument of its own"
         file.write([{"step": step, **finite_or_text(row)}])
-        self._tensorboard.scalars(step, {f"{group}/{key}": value for key, value in row.items()})
+        self._tensorboard.scalars(step, {name(key): value for key, value in row.items()})
         return row
+
+    def _replay(self) -> None:
+        """Give TensorBoard the steps so far under the names of this release, which continue the curves."""
+        records = RunRecords(self._folder)
+        for rows, name in ((records.metrics(), tag), (records.evaluations(), eval_tag)):
+            every = 1 + self._start_step // MOST_POINTS
+            for step, row in ((int(row.pop("step")), row) for row in rows):
+                if step % every == 0:
+                    self._tensorboard.scalars(step, {name(key): float(value) for key, value in row.items()})
 
     def text(self, name: str, markdown: str, step: int) -> None:
         """Write a text for TensorBoard."""
@@ -129,16 +141,17 @@ class MetricsLog:
             file.retry()
 
     def end_progress(self) -> None:
-        """End the progress bar, so that later lines appear below it. May be called again."""
+        """End the live view with the last step, so that later lines stand below it. May be called again."""
         if self.enabled:
-            self._progress.close()
+            self._screen.end()
 
     def close(self) -> None:
-        """Flush and close all files and the progress bar. May be called again."""
+        """Flush and close all files, and leave the screen as it is. May be called again."""
         if not self.enabled:
             return
-        for output in (*self._files, self._progress):
-            output.close()
+        self._screen.leave()
+        for file in self._files:
+            file.close()
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -157,59 +170,6 @@ def _number(value: float) -> int | float:
 def finite_or_text(row: Mapping[str, float]) -> dict[str, float | str]:
     """Replace nan and infinities, which JSON lacks, by "nan", "inf" and "-inf"."""
     return {key: value if math.isfinite(value) else str(value) for key, value in row.items()}
-
-
-class _Bar:
-    """Shows progress on a terminal, from the first step on."""
-
-    # The numbers come first, so that a narrow terminal shows them.
-    FORMAT = "step {n_fmt}/{total_fmt}  {desc}  ETA {remaining} {bar}"
-
-    def __init__(self, start_step: int, total_steps: int):
-        self._total_steps = total_steps
-        self._bar: Any = None
-
-    def show(self, step: int, row: Mapping[str, float]) -> None:
-        from tqdm import tqdm
-
-        text = summary(row)
-        with contextlib.suppress(OSError):  # the terminal was closed
-            if self._bar is None:
-                options = {"dynamic_ncols": True, "bar_format": self.FORMAT}
-                self._bar = tqdm(desc=text, total=self._total_steps, initial=step, **options)
-            self._bar.set_description_str(text, refresh=False)
-            self._bar.update(step - self._bar.n)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
-class _Lines:
-    """Shows progress in a log file, by few lines."""
-
-    def __init__(self, start_step: int, total_steps: int):
-        self._start_step, self._total_steps = start_step, total_steps
-        self._started, self._last = monotonic(), -math.inf
-
-    def show(self, step: int, row: Mapping[str, float]) -> None:
-        now = monotonic()
-        if now - self._last < PLAIN_LINE_SECONDS and step < self._total_steps:
-            return
-        self._last = now
-        left = (now - self._started) / max(1, step - self._start_step) * (self._total_steps - step)
-        say(f"step {step}/{self._total_steps}  {summary(row)}  ETA {duration(left)}", error=True)
-
-    def close(self) -> None:
-        pass
-
-
-def summary(row: Mapping[str, float]) -> str:
-    """Return the line about a step or an evaluation."""
-    # In reinforcement learning the loss is about 0 and says nothing, so rewards stand for it.
-    hidden = "loss" if "reward_mean" in row else None
-    texts = [text for key, text in PROGRESS_FIELDS.items() if key in row and key != hidden]
-    return "  ".join(text.format_map(row) for text in texts)
 
 
 def metrics_row(metrics: StepMetrics, result: OptimResult, seconds: float, utilization: float) -> dict[str, float]:

@@ -56,7 +56,7 @@ class Run:
     output_dir: folder that `open_folder` created.
     done: number of optimizer steps done so far.
     total_steps: number of optimizer steps of the whole run.
-    metrics: metrics.jsonl, TensorBoard and the progress bar.
+    metrics: metrics.jsonl, TensorBoard and the screen.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class Run:
         self._state = state = self._load_newest() if config.checkpoint.resume else None
         self._changed = changed_settings(config, (state or {}).get("settings", {}))
         self.done = 0 if state is None else int(state["step"])
-        self.metrics = MetricsLog(output_dir, enabled=is_main(), total_steps=total_steps, start_step=self.done)
+        hidden = ("mfu",) if engine.device.type == "cpu" else ()  # its peak, and so its MFU, depend on other processes
+        self.metrics = MetricsLog(output_dir, is_main(), total_steps, self.done, hidden)
         self._health = Health(watched, self.metrics.earlier())
         bad_steps = self.metrics.file(BAD_STEPS, begun=False) if is_main() else None
         self._guard = BadStepGuard(config.train, config.judged_by, (state or {}).get("guard"), bad_steps)

@@ -144,7 +144,7 @@ class Session(contextlib.ExitStack, Generic[ConfigT, DataT]):
 
     def open_folder(self) -> Path:
         """Create the run's folder. One broadcast over the world."""
-        return self.enter_context(open_folder(self.config, self._run_name))
+        return self.enter_context(open_folder(self.config, self._run_name, self.data.total_steps))
 
     def open_run(self, engine: Engine, output_dir: Path, watched: Watched, callbacks: Callbacks = NO_CALLBACKS) -> Run:
         """Start the run, or resume it. Collective over the world."""

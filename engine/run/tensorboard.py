@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -22,7 +23,7 @@ _numbers = itertools.count()
 class EventFile:
     """A new event file in `folder`.
 
-    first_step: step from which on TensorBoard hides events of older files in the folder.
+    first_step: step from which on TensorBoard hides events of older files in the folder; 0: all of them.
     """
 
     # Not torch's SummaryWriter: its thread loses events that a disk refuses, and raises the error in a later call.
@@ -50,6 +51,17 @@ class EventFile:
             event.wall_time = time.time()
             writer.write(event.SerializeToString())
         self.file.append(records.getvalue())
+
+
+def has_earlier_names(folder: Path) -> bool:
+    """Return whether the newest event file in `folder` has the names of earlier releases, train/<key>."""
+    files = sorted(folder.glob("events.out.tfevents.*"))
+    for event in EventFileLoader(str(files[-1])).Load() if files else ():
+        for value in event.summary.value:
+            group, slash, _ = value.tag.partition("/")
+            if slash and group not in ("eval", "evaluation", "rollouts"):  # those are in both
+                return group == "train"
+    return False
 
 
 def _event(step: int, summary: Summary) -> Event:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from isoloss.engine.run.records import METRICS
 from isoloss.tools import reward_curve
 
 
@@ -62,10 +63,22 @@ def test_a_mistake_is_one_line(folder, capsys, argv, says):
 def test_files_that_are_none_of_a_run(folder, capsys):
     write(folder / "eval.jsonl", [{"step": 0, "loss": 2.0}])
     assert reward_curve.main([str(folder)]) == 2
-    assert "eval.jsonl holds no reward_mean" in capsys.readouterr().err
+    assert "eval.jsonl and metrics.jsonl hold no reward_mean" in capsys.readouterr().err
     (folder / "eval.jsonl").write_text("{}\nsteps\n")
     assert reward_curve.main([str(folder)]) == 2
     assert "eval.jsonl:2: not JSON" in capsys.readouterr().err
+
+
+def test_a_run_without_data_eval_shows_the_reward_of_its_batches(folder):
+    write(folder / "eval.jsonl", [])
+    lines = (folder / METRICS).read_text().splitlines()
+    write(folder / METRICS, [json.loads(line) | {"reward_mean": n // 2 / 2 - 0.5} for n, line in enumerate(lines)])
+    curve = reward_curve.read_curve(folder, "run")
+    assert (curve.steps, curve.rewards, curve.held_out) == ((1, 3), (-0.5, 0.0), False)
+    assert reward_curve.summary(curve).startswith("run: training reward -0.500 -> 0.000 (+0.500) in 3 steps")
+    assert "training batches" in reward_curve.title([curve]) and "dashed" in reward_curve.title(
+        [curve, reward_curve.Curve("other", (0,), (1.0,))]
+    )
 
 
 def test_it_draws_without_torch(folder):

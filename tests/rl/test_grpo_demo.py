@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from isoloss.engine.config.schema import ModelConfig
 from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.run.metric_groups import GROUPS
 from isoloss.recipes import launch
 from isoloss.tools import reward_curve
 
@@ -122,7 +123,9 @@ def test_groups_without_variance_are_dropped_and_counted(run):
 
 def test_tensorboard_shows_the_completions(run):
     events = EventAccumulator(str(run.folder / "tensorboard")).Reload()
-    assert {"train/reward_mean", "eval/reward_mean"} <= set(events.Tags()["scalars"])
+    names = events.Tags()["scalars"]
+    assert {"reward/reward_mean", "eval/reward_mean"} <= set(names)
+    assert {name.partition("/")[0] for name in names} <= {*GROUPS, "eval"}, "every metric has a group"
     first = events.Tensors("rollouts/text_summary")[0]
     shown = first.tensor_proto.string_val[0].decode()
     assert first.step == 1 and run.rollouts[0]["id"] in shown and "| advantage |" in shown

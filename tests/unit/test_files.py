@@ -115,7 +115,7 @@ def test_every_file_of_a_run_goes_on(tmp_path, disk, capsys):
     values = [value for event in EventFileLoader(str(path)).Load() for value in event.summary.value]
     floats = [(value.tag, value.tensor.float_val[0]) for value in values if value.tensor.float_val]
     texts = [value.tensor.string_val[0] for value in values if value.tensor.string_val]
-    of_step = [(("train/loss", 1.0 / step), ("eval/loss", 2.0 / step)) for step in range(1, 5)]
+    of_step = [(("loss/loss", 1.0 / step), ("eval/loss", 2.0 / step)) for step in range(1, 5)]
     assert floats == [(tag, pytest.approx(value)) for pair in of_step for tag, value in pair]
     assert texts == [b"word " * step for step in range(1, 5)]
     told = capsys.readouterr().err

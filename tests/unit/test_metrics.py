@@ -1,6 +1,5 @@
 """metrics.jsonl, eval.jsonl, TensorBoard, progress on stderr, and MFU."""
 
-import io
 import json
 from pathlib import Path
 
@@ -8,13 +7,15 @@ import numpy as np
 import pytest
 import torch
 from support.models.decoders import decoder
+from support.runs.terminal import terminal
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from isoloss.engine.batching.balance import CostModel
-from isoloss.engine.instruments.console import say
 from isoloss.engine.run import metrics
 from isoloss.engine.run.metrics import MetricsLog, mfu, peak_flops
+from isoloss.engine.run.tensorboard import EventFile, has_earlier_names
 
 
 def rows(path: Path) -> list[dict]:
@@ -48,12 +49,12 @@ def test_a_row_per_step_flushed_and_the_same_scalars_in_tensorboard(tmp_path):
     (file,) = events(tmp_path / "new/run")
     assert scalars(file) == [
         ("eval/loss", 0, 4.0),
-        ("train/loss", 1, 2.5),
-        ("train/valid_tokens", 1, 7.0),
-        ("train/lr", 1, 0.5),
-        ("train/loss", 2, 1.5),
-        ("train/valid_tokens", 2, float(2**53)),
-        ("train/lr", 2, 0.25),
+        ("loss/loss", 1, 2.5),
+        ("data/valid_tokens", 1, 7.0),
+        ("optim/lr", 1, 0.5),
+        ("loss/loss", 2, 1.5),
+        ("data/valid_tokens", 2, float(2**53)),
+        ("optim/lr", 2, 0.25),
     ]
 
 
@@ -104,7 +105,7 @@ def test_is_closed_when_the_block_raises(tmp_path):
     with pytest.raises(KeyError), MetricsLog(tmp_path, enabled=True, total_steps=3) as log:
         log.log(1, {"loss": 1.0})
         raise KeyError
-    assert scalars(events(tmp_path)[0]) == [("train/loss", 1, 1.0)]
+    assert scalars(events(tmp_path)[0]) == [("loss/loss", 1, 1.0)]
     log.close()
     with pytest.raises(ValueError, match="closed"):
         log.log(2, {"loss": 1.0})
@@ -121,43 +122,41 @@ def test_plain_lines_are_few_and_include_the_first_and_the_last(tmp_path, capsys
     assert out == ""
     assert err.splitlines() == [
         "step 5/10  loss 1.2500  12,346 tokens/s  ETA 0:00:20",
-        "step 8/10  loss 2.0000  12,346 tokens/s  ETA 0:00:08",
-        "step 10/10  loss 2.5000  12,346 tokens/s  ETA 0:00:00",
+        "step 8/10  loss 2.0000 (+0.5000)  12,346 tokens/s  ETA 0:00:08",
+        "step 10/10  loss 2.5000 (+0.7500)  12,346 tokens/s  ETA 0:00:00",
     ]
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+def test_a_resumed_run_continues_curves_under_the_names_of_earlier_releases(tmp_path):
+    """An event file of an earlier release is hidden: its steps and evaluations stand under the names of this one."""
+    with MetricsLog(tmp_path, enabled=True, total_steps=3) as log:
+        log.log_eval(0, {"loss": 9.0})
+        for step in (1, 2, 3):
+            log.log(step, {"loss": float(step), "lr": 0.5})
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    path.unlink()
+    old = EventFile(tmp_path / "tensorboard", 0)
+    old.scalars(0, {"eval/loss": 9.0})
+    old.text(1, "rollouts", "text")
+    old.scalars(1, {"train/loss": 1.0})
+    old.file.close()
+    old.file.path.rename(tmp_path / "tensorboard" / "events.out.tfevents.1700000000.host.1.0")  # files go by time
+    for _ in range(2):  # the second time the newest file has the names of this release
+        with MetricsLog(tmp_path, enabled=True, total_steps=3, start_step=2) as log:
+            log.log(3, {"loss": 30.0, "lr": 0.5})
+    accumulator = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    shown = [tag for tag in accumulator.Tags()["scalars"] if accumulator.Scalars(tag)]
+    assert sorted(shown) == ["eval/loss", "loss/loss", "optim/lr"]
+    assert [(event.step, event.value) for event in accumulator.Scalars("loss/loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert not has_earlier_names(tmp_path / "tensorboard")
 
 
-def test_bar_on_a_terminal(tmp_path, monkeypatch):
-    stderr = Terminal()
-    monkeypatch.setattr("sys.stderr", stderr)
-    with MetricsLog(tmp_path, enabled=True, total_steps=4, start_step=2) as log:
-        log.log(3, {"loss": 3.25, "tokens_per_second": 5000.0})
-        log.log(4, {"loss": 3.125, "tokens_per_second": 6000.0})
-        assert "3/4" in stderr.getvalue() and "loss 3.2500" in stderr.getvalue()
-    last = stderr.getvalue().split("\r")[-1]
-    assert last.startswith("step 4/4  loss 3.1250  6,000 tokens/s  ETA")
-
-
-def test_nothing_is_drawn_before_the_first_step_and_lines_stand_above_the_bar(tmp_path, monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr("sys.stdout", terminal)
-    monkeypatch.setenv("COLUMNS", "60")
-    with MetricsLog(tmp_path, enabled=True, total_steps=4) as log:
-        say("the banner")
-        assert terminal.getvalue() == "the banner\n"
-        log.log(1, {"loss": 3.25, "tokens_per_second": 5000.0})
-        say("a warning", error=True)
-        log.log_eval(1, {"loss": 3.0})
+def test_the_end_of_progress_draws_the_last_step(tmp_path, monkeypatch):
+    with terminal(monkeypatch, 80) as screen, MetricsLog(tmp_path, enabled=True, total_steps=2) as log:
+        log.log(1, {"loss": 2.0})
+        log.log(2, {"loss": 1.0})  # sooner than a screen is drawn again
         log.end_progress()
-        say("the summary")
-    for line in ("a warning", "evaluation after step 1: loss 3.0000"):
-        assert terminal.getvalue().count(f"\r{line}\n") == 1, "the bar is taken away before it"
-    assert terminal.getvalue().endswith("\nthe summary\n")
+        assert screen.read()[0].startswith("step 2/2")
 
 
 RL_ROW = {

@@ -60,7 +60,7 @@ def calls(monkeypatch) -> list[str]:
         "check_fingerprints": lambda config, name, given: made.append(f"check_fingerprints {names(given)}"),
         "check_ranks_agree": lambda config, name, of, given: made.append(f"check_ranks_agree {names(given)}"),
         "Engine": lambda config, of: made.append("Engine") or SimpleNamespace(config=config, source=of),
-        "open_folder": lambda config, name: opened("open_folder", f"open_folder {name}", "the folder"),
+        "open_folder": lambda config, name, steps: opened("open_folder", f"open_folder {name}", "the folder"),
         "Run": lambda engine, config, folder, steps, given, watched, callbacks: opened(
             "Run", f"Run of {steps} steps, {names(given)}", (engine, config, folder, watched, callbacks)
         ),

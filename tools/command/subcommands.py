@@ -28,11 +28,13 @@ SUBCOMMANDS = (
     Subcommand("sft", "isoloss.recipes.sft", "fine-tune a model on rows of text, prompts or messages", "keys"),
     Subcommand("grpo", "isoloss.recipes.grpo", "reinforcement learning with GRPO and its relatives", "keys"),
     Subcommand("dapo", "isoloss.recipes.dapo", "the same with DAPO's dynamic sampling and overlong shaping", "keys"),
+    Subcommand("audit", "isoloss.tools.audit.__main__", "what the loss will see of your rows", "recipe"),
     Subcommand("plan", "isoloss.tools.plan.__main__", "memory and seconds of a run, without a GPU", "recipe"),
     Subcommand("prove", "isoloss.tools.prove.__main__", "compare loss and gradients of layouts on your data", "keys"),
     Subcommand("convert", "isoloss.tools.convert.__main__", "convert checkpoints from and to Hugging Face"),
     Subcommand("migrate", "isoloss.tools.migrate.__main__", "translate a configuration of verl, TRL or slime"),
     Subcommand("config", "isoloss.tools.config.__main__", "compare configurations: presets, files and runs"),
+    Subcommand("watch", "isoloss.tools.watch", "follow a run by the files of its folder"),
     Subcommand("reward-curve", "isoloss.tools.reward_curve", "draw the reward of one or more runs", has_script=False),
     Subcommand("doctor", "isoloss.tools.doctor.__main__", "list what is installed, missing or does not go together"),
     Subcommand(

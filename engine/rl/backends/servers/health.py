@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from isoloss.engine.instruments.console import say
+from isoloss.engine.instruments.console import Wait, say
 from isoloss.engine.rl.backends.servers.server import Refused, Server, ServerLost, on_all
 from isoloss.parallel import UserError
 
@@ -20,9 +20,11 @@ def wait_until(check: Check, server: Server, timeout: float, lost: Callable[[Ser
     lost: callback for a server that does not pass at once.
     """
     deadline, announced = time.monotonic() + timeout, False
+    wait = Wait(f"waiting for {server}", timeout)
     while True:
         try:
-            return check(server)
+            check(server)
+            return wait.close()
         except ServerLost as why:
             if time.monotonic() > deadline:
                 raise UserError(
@@ -33,6 +35,7 @@ def wait_until(check: Check, server: Server, timeout: float, lost: Callable[[Ser
                 say(f"waiting for a server: {why}")
                 lost(server)
             announced = True
+        wait.look()
         time.sleep(POLL_SECONDS)
 
 

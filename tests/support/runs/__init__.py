@@ -1,0 +1,1 @@
+"""Whole runs: their folders, phases, processes and warm starts."""
