@@ -15,7 +15,8 @@ import torch
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.data.chat import tokenize_row
 from isoloss.engine.data.chat_template import NOTHING
-from isoloss.engine.data.rows import MAX_DEPTH, Row, unread_rows
+from isoloss.engine.data.files.values import MAX_DEPTH
+from isoloss.engine.data.rows import Row, unread_rows
 from isoloss.parallel.runtime.errors import UserError
 
 GivenRows = Iterable[Mapping[str, Any]]
