@@ -58,9 +58,11 @@ class LocalBackend(RolloutBackend):
         them."""
         return known, busy
 
-    def _check_weights(self, call: str) -> None:
+    def _check_weights(self, call: str) -> int:
+        """Return the version of the weights. Raises ValueError if there are none; `call` is what asks for them."""
         if self._version is None:
             raise ValueError(f"the model in this process has no weights yet: call update_weights before {call}")
+        return self._version
 
     # ---- requests and orders, from any thread of rank 0 -------------------------------------------------------------
 
@@ -117,12 +119,12 @@ class LocalBackend(RolloutBackend):
         Raises RuntimeError on every rank where generation failed on one; ranks that decode together with the failed one
         may wait in their collectives until the time limit of the group.
         """
-        self._check_weights("serve")
+        version = self._check_weights("serve")
         if goal is not None:
             goal.add_done_callback(lambda _: self._wake())
         failure, self._ending = "", False
         try:
-            self._generate(RowScheduler(self.decoder(), self.concurrency, self._version, self._ended), goal)
+            self._generate(RowScheduler(self.decoder(), self.concurrency, version, self._ended), goal)
         except Exception:  # the other ranks wait below and have to hear of it
             failure = traceback.format_exc()
             self._end() if self.rank0.here else self._log.send(failure)
