@@ -15,10 +15,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from isoloss.engine.config import config_file
 from isoloss.engine.config.parse import build
 from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.models.mcore.kernels import Kernels
@@ -512,6 +508,11 @@ class Config:
     def from_file(cls, path: str | PathLike) -> Self:
         """Return the configuration of a YAML file, such as the config.yaml that a run writes; absent keys have their
         defaults. Raises UserError, with file and line, for one that cannot be read, and for a wrong key or value."""
+        from omegaconf import OmegaConf  # these take longer than the completion of a word may
+        from omegaconf.errors import OmegaConfBaseException
+
+        from isoloss.engine.config import config_file
+
         file = config_file.read(Path(path), cls, {})
         if file.preset is not None:
             raise UserError(f"{path}: preset={file.preset} is read by the recipes' command line alone: take it out")

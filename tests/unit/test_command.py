@@ -52,7 +52,7 @@ def test_the_list(words, capsys):
     [
         ("sfft", "there is no subcommand 'sfft'; did you mean 'sft'?"),
         ("reward_curve", "did you mean 'reward-curve'?"),
-        ("xyzzy", "there are sft, grpo, dapo, plan,"),
+        ("xyzzy", "there are sft, grpo, dapo, audit,"),
         ("preset=tiny", "preset=tiny stands where a subcommand must: isoloss sft preset=tiny"),
         ("my.yaml", "my.yaml stands where a subcommand must: isoloss sft config=my.yaml"),
         ("--cfg", "there is no subcommand '--cfg'"),

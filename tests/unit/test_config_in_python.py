@@ -64,20 +64,21 @@ def test_a_file_holds_a_configuration(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model: {path: DIR}\noptim: {rl: 1}", "unknown key 'optim.rl'; did you mean 'optim.lr'?"),
-        ("model: {path: DIR}\ntrain: {steps: many}", "train.steps='many' must be an integer"),
-        ("data: {train: [a]}", "model.path='' must name a Hugging Face folder or a checkpoint"),
-        ("- a", "must hold groups of keys"),
-        ("a: [", "cannot be read: "),
+        ("model: {path: DIR}\noptim: {rl: 1}", ":2: unknown key 'optim.rl'; did you mean 'optim.lr'?"),
+        ("model: {path: DIR}\ntrain: {steps: many}", ":2: train.steps='many' must be an integer"),
+        ("preset: tiny\nmodel: {path: DIR}", ": preset=tiny is read by"),
+        ("data: {train: [a]}", ": model.path='' must name a Hugging Face folder or a checkpoint"),
+        ("- a", " must hold keys, a line each"),
+        ("a: [", ":1: cannot be read as YAML"),
     ],
 )
 def test_a_mistake_in_a_file_is_named_with_the_file(text, message, tmp_path):
     (tmp_path / "own.yaml").write_text(text)
     with pytest.raises(UserError) as refused:
         Config.from_file(tmp_path / "own.yaml")
-    assert str(refused.value).startswith(f"{tmp_path}/own.yaml: {message}")
+    assert f"{tmp_path}/own.yaml{message}" in str(refused.value)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"nowhere.yaml: cannot be read: .*No such file"):
+    with pytest.raises(UserError, match=r"nowhere.yaml: No such file"):
         Config.from_file(tmp_path / "nowhere.yaml")

@@ -89,7 +89,8 @@ def test_a_prompt_of_one_sample_with_targets_is_a_sequence():
 
 
 def test_the_same_row_again_is_no_second_row(monkeypatch):
-    data = SimpleNamespace(train=[Sample(torch.arange(4), torch.arange(4) > 0)] * 3)
+    rows = [Sample(torch.arange(4), torch.arange(4) > 0)] * 3
+    data = SimpleNamespace(train=type("Rows", (list,), {"order": 3})(rows))
     monkeypatch.setattr(proof, "read_architecture", lambda path: None)
     monkeypatch.setattr(proof, "load_data", lambda config, arch: data)
     monkeypatch.setattr(proof, "step_indices", lambda *args: np.array([1, 1, 1]))

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -154,7 +155,8 @@ def test_each_recipe_has_a_command_and_a_loop(monkeypatch, recipe):
     found = importlib.util.find_spec(module)  # an import of it takes seconds
     assert found is not None and found.origin is not None
     source = Path(found.origin).read_text()
-    assert f"\ndef {function}(config: {type(config).__name__}, run_name: str)" in source
+    parameters = rf"\(\s*config: {type(config).__name__},\s*run_name: str\b"
+    assert re.search(rf"^def {function}{parameters}", source, re.MULTILINE)
 
 
 def test_of_a_programs_list_the_last_one_counts(capsys):

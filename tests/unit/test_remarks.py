@@ -131,7 +131,7 @@ def test_both_recipes_tell_them(load, tmp_path, one_rank):
     rl_data: Any = SimpleNamespace(
         train=prompts[0], eval=prompts[1], rejects=lambda _: SimpleNamespace(lines=lambda _: [])
     )
-    run: Any = SimpleNamespace(output_dir="here", banner=lambda weights, lines, work: lines)
+    run: Any = SimpleNamespace(output_dir="here", total_steps=1, banner=lambda weights, lines, work: lines)
     lines = banner(config, rl_data, run)
     begins = ["data: a batch takes every prompt 2.3 times", "data: 1 of 3 prompts", "data: 1 of 1 prompts of data.eval"]
     assert [line[: len(begin)] for line, begin in zip(lines[1:4], begins)] == begins

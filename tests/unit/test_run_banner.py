@@ -80,7 +80,8 @@ def test_a_step_that_learns_nothing_is_told_when_it_is_logged_and_in_the_end(tmp
     quiet = SimpleNamespace(after_step=lambda *_: None)
     with MetricsLog(tmp_path, enabled=True, total_steps=1) as log:
         run: Any = SimpleNamespace(
-            done=0, _started=0.0, metrics=log, _peak=1.0, _memory=quiet, _guard=SimpleNamespace(check=lambda *_: None),
+            done=0, _started=0.0, _stopped=False, _callbacks=SimpleNamespace(call=lambda *_: False), _group=None,
+            metrics=log, _peak=1.0, _memory=quiet, _guard=SimpleNamespace(check=lambda *_: None),
             _stragglers=SimpleNamespace(after_step=lambda *_: ()), print=lambda lines: None,
             _health=Health(Watched(checks=(lambda row: f"{row['valid_tokens']} of {row['who']}",))),
         )  # fmt: skip

@@ -131,5 +131,5 @@ def test_only_the_prompts_to_train_on_are_taken_once(data):
 
 
 def test_fine_tuning_has_no_such_key():
-    with pytest.raises(UserError, match=r"unknown key 'data.duplicates'"):
+    with pytest.raises(UserError, match=r"data.duplicates is a key of grpo and dapo, not of this recipe"):
         compose_config("sft", Config, [f"model.path={TINY}", "data.train=[x.jsonl]", "data.duplicates=drop"])

@@ -126,10 +126,17 @@ def _values(recipe: str, key: str, value: str) -> list[str]:
     if field is None:
         return []
     begun = value[: max(value.rfind(sign) for sign in "[,") + 1]  # of a list
-    kinds = {field.type, *typing.get_args(field.type)}
+    kinds = set(_parts(field.type))
     if choices := choices_of(field) or (("true", "false") if bool in kinds else ()):
         return _beginning(value, [f"{begun}{choice}" for choice in choices])
     return [f"{begun}{path}" for path in _files(value[len(begun) :])] if str in kinds else []
+
+
+def _parts(kind: Any) -> Iterator[Any]:
+    """Yield a type and, of one such as `tuple[str | int, ...]`, all that it is made of."""
+    yield kind
+    for part in typing.get_args(kind):
+        yield from _parts(part)
 
 
 def _files(word: str, endings: tuple[str, ...] = ("",)) -> list[str]:
