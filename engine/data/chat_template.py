@@ -19,7 +19,7 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
-from isoloss.engine.config.schema import DATE
+from isoloss.engine.config.data_config import DATE
 from isoloss.engine.data.messages import Messages, as_named_by, with_arguments_as_text
 from isoloss.engine.data.rows import one_line, parse_json, shown
 from isoloss.models.weights.side_files import sidecars

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isoloss.engine.config.schema import DataConfig, WeightedFile
+from isoloss.engine.config.data_config import DataConfig, WeightedFile
 from isoloss.parallel.runtime.errors import UserError
 
 

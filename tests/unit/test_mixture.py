@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.runs.runs import write_rows
 
+from isoloss.engine.config.data_config import WeightedFile
 from isoloss.engine.config.parse import build
-from isoloss.engine.config.schema import Config, DataConfig, ModelConfig, TrainConfig, WeightedFile
+from isoloss.engine.config.schema import Config, DataConfig, ModelConfig, TrainConfig
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.dataset import draw_indices, load_dataset, step_indices
 from isoloss.engine.data.mixture import Mixture, content

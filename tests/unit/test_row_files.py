@@ -12,7 +12,7 @@ import pytest
 from support.runs.foreign_rows import SKY, TALKS, save, write_file
 from support.runs.runs import TINY, write_rows
 
-from isoloss.engine.config.schema import DataConfig, WeightedFile
+from isoloss.engine.config.data_config import DataConfig, WeightedFile
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.dataset import load_dataset
 from isoloss.engine.data.files import json_files, opening, sources
