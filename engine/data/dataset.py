@@ -4,6 +4,7 @@
 `step_indices` gives those of a step.
 """
 
+import contextlib
 import dataclasses
 import shutil
 from pathlib import Path
@@ -84,6 +85,8 @@ def tokenize_into(
         raise
     except UserError:
         shutil.rmtree(shards, ignore_errors=True)
+        with contextlib.suppress(OSError):  # it holds other rows
+            folder.parent.rmdir()
         raise
     except OSError as problem:
         shutil.rmtree(shards, ignore_errors=True)

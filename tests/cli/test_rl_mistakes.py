@@ -82,7 +82,7 @@ ROWS = (
     ("blank text", '{"prompt": " \\n"}', ("`prompt` is empty",)),
     ("no messages", '{"prompt": []}', ("`prompt`",)),
     ("empty messages", '{"messages": [{"role": "user", "content": ""}]}', ("`messages` has no content",)),
-    ("no prompt", '{"question": "a", "answer": "b"}', ("no prompt", "answer, question")),
+    ("no prompt", '{"title": "a", "answer": "b"}', ("no prompt", "answer, title")),
     ("the answer is given away", '{"prompt": [{"role": "assistant", "content": "b"}]}', ("assistant's turn",)),
     ("not JSON", '{"prompt": ', ("not JSON",)),
 )
