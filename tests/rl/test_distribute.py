@@ -74,4 +74,5 @@ def test_a_replica_without_samples(pool, config):
 
 def test_a_mistake_of_rank_0_is_everybodys(pool, config):
     first, second = run(pool, config, "dp2", [], scatter.refused)
-    assert first == "tokens_T must be a non-empty int64 vector, not torch.float32 (0,)" and second == f"rank 0 failed: {first}"
+    assert first == "tokens_T must be a non-empty int64 vector, not torch.float32 (0,)"
+    assert second == f"rank 0 failed: {first}"

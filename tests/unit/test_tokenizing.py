@@ -103,7 +103,7 @@ def test_the_first_bad_row_is_named_whichever_process_finds_one(tmp_path, severa
     path = write_rows(tmp_path / "a.jsonl", lines)
     with pytest.raises(UserError, match=r"a.jsonl:8: unknown kind of row"):
         load(tmp_path, path)
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_killed_tokenization_goes_on(tmp_path, small, monkeypatch):
