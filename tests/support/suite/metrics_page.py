@@ -27,4 +27,5 @@ def unexplained(keys: Iterable[str]) -> set[str]:
 def keys_of_runs(folder: Path) -> set[str]:
     """Return the keys of metrics.jsonl and eval.jsonl of every run under a folder."""
     files = [file for name in ("metrics.jsonl", "eval.jsonl") for file in folder.rglob(name)]
+    files = [file for file in files if ".cache" not in file.relative_to(folder).parts]  # rows that a program gave
     return {key for file in files for line in file.read_text().splitlines() for key in json.loads(line)}
