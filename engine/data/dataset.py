@@ -22,7 +22,7 @@ from isoloss.engine.data.mixture import Mixture, mixture_of
 from isoloss.engine.data.token_cache import cache_key, exclusively, load_cached, write_cache
 from isoloss.engine.data.token_dataset import TokenDataset
 from isoloss.engine.data.token_processes import LostProcessError
-from isoloss.engine.data.token_shards import Job
+from isoloss.engine.data.token_shards import SHARD_ROWS, Job
 from isoloss.engine.data.tokenizing import tokenize
 from isoloss.engine.data.turn_ends import turn_ends
 from isoloss.parallel.runtime.errors import UserError
@@ -49,7 +49,8 @@ def load_dataset(
     dataset = load_cached(folder, paths)
     if dataset is None:
         with exclusively(folder):
-            dataset = load_cached(folder, paths) or tokenize_into(folder, data, split, tokenizer_dir, vocab_size)
+            job = Job(f"data.{split}", paths, tokenizer_dir, vocab_size, data, SHARD_ROWS)
+            dataset = load_cached(folder, paths) or tokenize_into(folder, job)
     # data.max_rejects is not part of the folder's name, as the remaining rows do not depend on it.
     check(f"data.{split}", paths, dataset.rejects, data.max_rejects)
     if split == "train" and data.is_mixture:
@@ -67,11 +68,9 @@ def check_files(data: DataConfig) -> None:
     files_of(data.eval or data.paths("train"), "data.eval")
 
 
-def tokenize_into(
-    folder: Path, data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: str, vocab_size: int
-) -> TokenDataset:
+def tokenize_into(folder: Path, job: Job) -> TokenDataset:
     """Tokenize a split into a cache folder. What a killed process had finished is used. Raises UserError."""
-    job = Job.of(data, split, tokenizer_dir, vocab_size)
+    data, tokenizer_dir, vocab_size = job.data, job.tokenizer_dir, job.vocab_size
     shards = folder.with_name(f".{folder.name}.shards")
     tokenizer = load_tokenizer(tokenizer_dir, vocab_size)
     check_template_kwargs(data.template_kwargs, tokenizer)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from isoloss.engine.config.schema import DataConfig
 from isoloss.engine.data.bad_rows import Reject, Rejects
 from isoloss.engine.data.chat import tokenize_row
 from isoloss.engine.data.columns import form_of, read_row, unused
-from isoloss.engine.data.files.sources import files_of
 from isoloss.engine.data.remarks import remarks
 from isoloss.engine.data.rows import UnreadRow, unread_rows
 from isoloss.engine.data.turns import TokensAndMask
@@ -49,12 +48,6 @@ class Job:
     vocab_size: int
     data: DataConfig
     shard_rows: int
-
-    @classmethod
-    def of(cls, data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: str, vocab_size: int) -> "Job":
-        return cls(
-            f"data.{split}", files_of(data.paths(split), f"data.{split}"), tokenizer_dir, vocab_size, data, SHARD_ROWS
-        )
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Job":

@@ -52,7 +52,7 @@ def most(preset: Preset) -> float:
 
 @pytest.mark.parametrize("preset", cluster_presets(), ids=str)
 def test_what_a_preset_claims_is_what_the_search_says(preset, tmp_path):
-    """Its seconds, and its peak to 3 %: what the formula is held to by tests/numerics/test_memory_estimate.py."""
+    """Its seconds, and its peak to 3 %; tests/numerics/test_memory_estimate.py holds the estimate to less."""
     plan = Plan(preset, tmp_path / preset.size)
     for claim in preset.claims:
         found = plan.candidate(claim.gpus)

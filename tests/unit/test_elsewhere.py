@@ -65,8 +65,8 @@ def test_what_is_said(name, says):
 
 
 def test_every_name_of_the_tables_is_answered():
-    """Each key of another trainer that `migrate` translates leads to a key of ours, in its own spelling; each name that
-    stands in a table without a counterpart, to the reason."""
+    """Each key of another trainer that `migrate` translates leads to a key of isoloss, in the trainer's spelling. Each
+    name that stands in a table without a counterpart leads to the reason."""
     tables = [tomllib.loads(path.read_text()) for path in FOLDER.glob("*.toml")]
     assert len(tables) == 6
     rows = {name: row["to"] for table in tables for name, row in table["keys"].items() if "to" in row}

@@ -33,7 +33,7 @@ def row(number: int) -> dict:
 @pytest.fixture
 def small(monkeypatch):
     """Shards of 8 rows."""
-    monkeypatch.setattr(token_shards, "SHARD_ROWS", 8)
+    monkeypatch.setattr(dataset, "SHARD_ROWS", 8)
 
 
 @pytest.fixture

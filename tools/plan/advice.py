@@ -1,4 +1,4 @@
-"""Find changes that make a run fit which does not, by the formula of memory, in milliseconds."""
+"""Find changes that make a run fit which does not, by the estimate of memory."""
 
 from collections.abc import Iterator
 from dataclasses import replace

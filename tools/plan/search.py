@@ -1,7 +1,7 @@
-"""Search the fastest layouts that fit among all legal ones, by the formulas of memory and of time.
+"""Search the fastest layouts that fit among all legal ones, by estimates of memory and of time.
 
-Both are arithmetic: a candidate costs less than a millisecond. The chosen candidate should go through a dry run, as
-`isoloss.tools.plan` makes it with a preset.
+An estimate counts each kind of layer once a setting, and is arithmetic after that. The chosen candidate should go
+through a dry run, as `isoloss.tools.plan` makes it with a preset.
 """
 
 from collections.abc import Iterator, Sequence
