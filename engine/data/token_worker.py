@@ -35,6 +35,9 @@ def main(folder: Path, answers: int) -> int:
         for process in [each for each in running if not each.is_alive()]:
             running.remove(process)
             if process.exitcode:
+                for other in running:  # none outlives the report
+                    other.kill()
+                    other.join()
                 os.write(answers, f"ended {process.exitcode}\n".encode())
                 return 1
     return 0
