@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from collections.abc import Collection, Iterator
-from dataclasses import asdict
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -36,7 +35,7 @@ def shards_of_processes(job: Job, folder: Path, done: Collection[int], processes
     done: indices of finished shards, to which the caller adds those that are yielded.
     Raises LostProcessError if a process ends before its work, and OSError if the disk refuses.
     """
-    values = {"job": asdict(job), "done": sorted(done), "processes": processes}
+    values = {"job": job.to_json(), "done": sorted(done), "processes": processes}
     (folder / JOB).write_text(json.dumps(values, default=str))
     answers, written = os.pipe()
     settings = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}

@@ -12,7 +12,7 @@ import struct
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,12 @@ class Job:
     vocab_size: int
     data: DataConfig
     shard_rows: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values. A subclass of DataConfig has keys that no token depends on: they are left out."""
+        names = {each.name for each in fields(DataConfig)}
+        data = {name: value for name, value in asdict(self.data).items() if name in names}
+        return {**asdict(self), "data": data}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Job":

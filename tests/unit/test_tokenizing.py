@@ -17,6 +17,7 @@ from isoloss.engine.data.rows import unread_rows
 from isoloss.engine.data.token_dataset import ARRAYS, fingerprint
 from isoloss.engine.data.token_processes import LostProcessError
 from isoloss.engine.data.token_shards import finished_shards, read_shard
+from isoloss.engine.rl.config import RLDataConfig
 from isoloss.parallel.runtime.errors import UserError
 
 TINY = str(files("isoloss.recipes") / "assets" / "tiny")
@@ -86,6 +87,13 @@ def test_processes_give_what_one_gives(tmp_path, several, monkeypatch):
         assert getattr(found, name) == getattr(alone, name)
     assert list(found.stats.forms) == list(alone.stats.forms) and found.unused == ("id", "by")
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_processes_take_the_keys_of_reinforcement_learning(tmp_path, several):
+    """A recipe of reinforcement learning has more keys of data; `isoloss-prove` tokenizes rows with them."""
+    path = write_rows(tmp_path / "a.jsonl", [row(number) for number in range(20)])
+    data = RLDataConfig(train=(str(path),), max_length=512, duplicates="drop")
+    same_as_by_hand(load_dataset(data, "train", TINY, vocab_size=2048, cache_dir=tmp_path / "cache"), [path])
 
 
 def test_the_first_bad_row_is_named_whichever_process_finds_one(tmp_path, several, monkeypatch):
