@@ -62,7 +62,7 @@ def overrides_of(inputs: Path, out: Path | str) -> list[str]:
         "optim.lr=1e-2",
         "optim.schedule=constant",
         "train.steps=3",
-        "train.gc_every=0",  # as in tests/conftest.py
+        "train.gc_every=0",  # as in fixtures.py of support.suite
         "rollout.num_generations=4",
         "rollout.max_new_tokens=12",
         "rollout.concurrency=16",

@@ -487,6 +487,7 @@ QUICK = {
         "test_the_tokens_are_those_of_transformers": "llama gemma-4",
     },
     "rl/test_minimal_rl.py": {
+        "test_the_recipe": "",
         "test_the_readable_loop_on_one_rank": "",
         "test_the_readable_loop_on_two_ranks": "",
     },
