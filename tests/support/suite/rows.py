@@ -513,6 +513,11 @@ QUICK = {
         "test_generation_is_asked_for_once_a_batch": "",
         "test_weights_that_are_not_sent_are_seen": "1",
     },
+    "rl/test_rl_mixture.py": {
+        "test_a_run_that_was_killed_goes_on_with_the_same_prompts": "",
+        "test_any_layout_draws_the_same_prompts": "",
+        "test_groups_that_are_dropped_count_as_drawn_on_another_layout_too": "",
+    },
     "rl/test_rl_phases.py": {
         "test_killed_at_a_moment_of_a_step": "",
     },
