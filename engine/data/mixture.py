@@ -1,6 +1,6 @@
 """Choose the rows of several sources by weights, as a pure function of (seed, index)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -113,7 +113,7 @@ def _permuted(size: int, seed: int, epoch: int, source: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch, source]).permutation(size)
 
 
-def mixture_of(data: DataConfig, files: np.ndarray, sources: Mapping[int, int]) -> Mixture | None:
+def mixture_of(data: DataConfig, files: np.ndarray, sources: Sequence[int]) -> Mixture | None:
     """Return the mixture of data.train; None without weights. Raises UserError for a source without rows.
 
     files: for each row, the index of its file. sources: the index of each file's source.
