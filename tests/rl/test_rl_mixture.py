@@ -1,11 +1,10 @@
 """Prompts of weighted files through the whole loop: the same shares and prompts on every layout and after a kill."""
 
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
 import pytest
+from oracles import mixture
 from support.runs import rl_runs as world
 from support.runs.rl_runs import config_of
 from support.runs.runs import metrics_of, numbers, resumed, write_rows
@@ -54,16 +53,7 @@ def whole(run) -> RLConfig:
 
 
 def expected(draws: int) -> list[str]:
-    """The prompt of each draw. Seat after seat goes to the largest weight / (2 seats so far + 1), the first of equals;
-    each file has a permutation of its own for each epoch of its own."""
-    taken, prompts = dict.fromkeys(FILES, 0), []
-    for _ in range(draws):
-        name = max(FILES, key=lambda name: Fraction(FILES[name][1], 2 * taken[name] + 1))
-        epoch, place = divmod(taken[name], FILES[name][0])
-        order = np.random.default_rng([SEED, epoch, list(FILES).index(name)]).permutation(FILES[name][0])
-        prompts.append(f"{name}.jsonl:{order[place] + 1}")
-        taken[name] += 1
-    return prompts
+    return mixture.draws({f"{name}.jsonl": of_file for name, of_file in FILES.items()}, draws, SEED)
 
 
 def drawn(config: RLConfig) -> list[str]:

@@ -213,6 +213,7 @@ QUICK = {
         "test_the_optimizer_cannot_be_switched": "to?plainopt",
         "test_the_same_rows_elsewhere_are_the_same_run": "",
         "test_the_status_of_a_run_that_was_told_to_end": "",
+        "test_weighted_files_on_another_layout_and_after_a_kill": "",
     },
     "checkpoints/test_transfer.py": {
         "test_a_disk_that_fails_at_any_operation_ends_the_run_in_one_line": "",
