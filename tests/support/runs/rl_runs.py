@@ -73,7 +73,7 @@ def overrides_of(inputs: Path, out: Path | str) -> list[str]:
     ]
 
 
-def config_of(inputs: Path, out: Path, layout: str = "1", *overrides: str, precision: str = "fp32") -> RLConfig:
+def config_of(inputs: Path, out: Path | str, layout: str = "1", *overrides: str, precision: str = "fp32") -> RLConfig:
     config = compose_config("grpo", RLConfig, [*overrides_of(inputs, out), *overrides])[0]
     config = on_layout(config, Layout.parse(layout), precision)
     return replace(config, parallel=replace(config.parallel, distributed_optimizer=None))  # as the recipe has it
