@@ -53,7 +53,7 @@ ROOM = (
     told(
         "completion fills the context",
         ("rollout.max_new_tokens=256", "data.max_length=999"),
-        "rollout.max_new_tokens=256", "max_position_embeddings=256", "such as to 128, or take a model with more positions",
+        "rollout.max_new_tokens=256", "max_position_embeddings=256", "to 128, or take a model with more positions",
     ),
     told("prompt over data.max_length", "data.max_length=24", "prompts.jsonl:3", "data.max_length", "overlong=drop"),
     told("every prompt dropped", ("data.max_length=14", "data.overlong=drop"), "all 5 prompts", "data.max_length"),
