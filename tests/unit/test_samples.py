@@ -107,7 +107,7 @@ def test_a_mistake_is_one_line(words, says, run, capsys):
 
 
 def test_it_needs_no_torch_and_may_be_cut_by_a_pager(run):
-    code = "import sys; from isoloss.tools import samples; samples.main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    code = "import sys; from isoloss.tools.samples import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code, str(run)], capture_output=True, text=True)
     assert done.returncode == 0 and "a.jsonl:17/1/1" in done.stdout
     piped = f"{sys.executable} -m isoloss.tools.samples {run} --count 0 | true"
