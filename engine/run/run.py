@@ -237,6 +237,7 @@ class Run:
         """
         config, model = self._config, self._engine.model
         layers = transformer_engine.description(config.model.transformer_engine)
+        work = work if self.total_steps > 1 else work.replace("steps", "step", 1)
         stages = f" (layers {'+'.join(map(str, model.stages))})" if model.mesh.layout.pp > 1 else ""
         source = self._engine.source.path
         kernels = config.kernels.delta_rule, config.train.precision
