@@ -59,9 +59,9 @@ class BatchConfig(Keys, group="batch"):
     )
     share_prefixes: bool | None = key(
         None,
-        "Compute once what several samples of a micro-batch begin with alike, such as the prompt of a group. Nothing "
-        "but time and memory depends on it. null: in reinforcement learning, but not with kernels of "
-        "parallel.cp_kernel that take whole documents.",
+        "Whether tokens with which several samples of a micro-batch begin, such as the prompt of a group, are computed "
+        "once for all of them. Only time and memory depend on it. null: true in reinforcement learning, except with "
+        "kernels of parallel.cp_kernel that take whole documents.",
     )
 
 

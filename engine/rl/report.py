@@ -160,7 +160,8 @@ def banner(config: RLConfig, data: RLData, run: Run) -> list[str]:
     work = (
         f"algorithm: {algorithm.advantage} advantages, {algorithm.loss} loss, {config.loss.aggregation}; "
         f"{config.batch.global_size} prompts x {rollout.num_generations} completions -> {algorithm.minibatches} "
-        f"mini-batches of {batch // algorithm.minibatches} x {algorithm.epochs} epochs"
+        f"mini-batch{'es' * (algorithm.minibatches > 1)} of {batch // algorithm.minibatches} x {algorithm.epochs} "
+        f"epoch{'s' * (algorithm.epochs > 1)}"
     )
     drawn = run.total_steps // config.steps_per_batch * config.batch.global_size
     mixture = told(data.train.mixture, drawn, "prompt", "at least " if algorithm.dynamic_sampling else "")

@@ -88,9 +88,10 @@ def prompt_room(config: RLConfig, arch: Architecture) -> tuple[int, str]:
     key = min(limits, key=lambda name: limits[name])
     room = limits[key] - config.rollout.max_new_tokens
     if room < 1:
+        raises = f"raise {key}" if key == "data.max_length" else "take a model with more positions"
         raise UserError(
             f"rollout.max_new_tokens={config.rollout.max_new_tokens} leaves no room for a prompt within {key}="
-            f"{limits[key]}; lower the one or raise the other"
+            f"{limits[key]}; lower rollout.max_new_tokens, such as to {limits[key] // 2}, or {raises}"
         )
     return room, f"{key} - rollout.max_new_tokens"
 

@@ -3,7 +3,7 @@
 Rank 0 has the numbers of completions; the other ranks have outlines, without these numbers.
 
 An id leads from a prompt's row to everything made from it: "train.jsonl:17" is the prompt of that line, and
-"train.jsonl:17/42/3" completion 3 of the 42nd prompt drawn in the run.
+"train.jsonl:17/42/3" completion 3 of the prompt that the run drew after 42 others.
 """
 
 import math

@@ -47,6 +47,8 @@ from isoloss.parallel.rank0 import is_main
 from isoloss.parallel.runtime import device
 from isoloss.parallel.runtime.process_group import host_group
 
+FIRST_EVAL = "first_eval"  # in the state of a checkpoint: the evaluation before training, and the files of its rows
+
 
 class Run:
     """A run on every rank: new, or with checkpoint.resume continued from the newest undamaged checkpoint.
@@ -90,7 +92,8 @@ class Run:
         self._watchdog = Watchdog(output_dir / "stacks", config.train.timeout, dist.get_rank(), dist.get_world_size())
         self._profile = StepProfile(config.train.profiled(total_steps), dist.get_rank())
         self._started = time.perf_counter()
-        self._first_eval: Mapping[str, float] = {}
+        before = (state or {}).get(FIRST_EVAL, {})
+        self._first_eval: Mapping[str, float] = before.get("metrics", {}) if self._same_eval(before) else {}
         self._last_eval: Mapping[str, float] = {}
 
     def pop_resume_state(self) -> Mapping[str, Any] | None:
@@ -125,7 +128,7 @@ class Run:
         A callback may end the steps early. Raises PreemptedError, after a checkpoint, if a rank received a signal to
         end.
         """
-        self._first_eval = self._evaluate(evaluate)
+        self._evaluate(evaluate)
         if self._stopped:
             (save or self.save)()
         while self.done < self.total_steps and not self._stopped:
@@ -201,7 +204,8 @@ class Run:
         fingerprint = resume_fingerprint(self._config, self._engine.arch)
         contents = {content.name: content.value for content in self._fingerprints}
         progress = {"step": self.done, "guard": self._guard.state(), "settings": settings(self._config)}
-        extra = {**progress, DATE_KEY: self._config.data.date, **fingerprint, **contents, **state}
+        before = {"files": list(self._config.data.eval), "metrics": dict(self._first_eval)}
+        extra = {**progress, FIRST_EVAL: before, DATE_KEY: self._config.data.date, **fingerprint, **contents, **state}
         stage = partial(self._engine.stage, folder, extra)
         self._saver.save(*((partial(stage_other, self.output_dir, self.done), stage) if stage_other else (stage,)))
         if self._callbacks.on_save is not None:
@@ -233,6 +237,7 @@ class Run:
         """
         config, model = self._config, self._engine.model
         layers = transformer_engine.description(config.model.transformer_engine)
+        work = work if self.total_steps > 1 else work.replace("steps", "step", 1)
         stages = f" (layers {'+'.join(map(str, model.stages))})" if model.mesh.layout.pp > 1 else ""
         source = self._engine.source.path
         kernels = config.kernels.delta_rule, config.train.precision
@@ -279,9 +284,12 @@ class Run:
     def _due(self, every: int) -> bool:
         return self.done == self.total_steps or self._stopped or (every > 0 and self.done % every == 0)
 
-    def _evaluate(self, evaluate: Callable[[int], Mapping[str, float]]) -> Mapping[str, float]:
+    def _evaluate(self, evaluate: Callable[[int], Mapping[str, float]]) -> None:
         self._last_eval = evaluate(self.done)
         if self._last_eval:
+            self._first_eval = self._first_eval or self._last_eval
             self.metrics.log_eval(self.done, self._last_eval)
             self._stopped |= self._callbacks.call("on_evaluate", self._group, self.done, self._last_eval)
-        return self._last_eval
+
+    def _same_eval(self, before: Mapping[str, Any]) -> bool:
+        return list(before.get("files", ())) == list(self._config.data.eval)

@@ -55,7 +55,10 @@ def headlines(row: Row) -> list[str]:
 
 
 def fields(row: Row, of: Mapping[str, str], hidden: Collection[str] = ()) -> list[str]:
-    return [text.format_map(row) for key, text in of.items() if key in row and key not in hidden]
+    """Return the parts of a line. A KL of exactly 0 is left out: the policy is compared with itself, in the first step,
+    or in every step of a run with one step a batch and no reference. It would look like a run that does not learn."""
+    still = {key for key in ("kl",) if row.get(key) == 0}
+    return [text.format_map(row) for key, text in of.items() if key in row and key not in {*hidden, *still}]
 
 
 def trend(values: Sequence[float]) -> float | None:

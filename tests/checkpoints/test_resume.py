@@ -521,9 +521,11 @@ def test_a_run_goes_on_beside_a_copy_of_a_checkpoint(arguments):
     assert sorted(path.name for path in folder.iterdir()) == ["step_00000003", "step_best"]
 
 
-def test_a_finished_run_can_be_made_longer(arguments, capsys):
-    """The exported model is that of the new end; nothing is told twice."""
-    argv = [*arguments, "optim.schedule=constant"]
+def test_a_finished_run_can_be_made_longer(arguments, inputs, capsys):
+    """The exported model is that of the new end; nothing is told twice; "before training" is before the first start,
+    but with other rows, whose losses do not compare."""
+    held_out = [f"data.eval={inputs}/rows.jsonl" if word.startswith("data.eval=") else word for word in arguments]
+    argv = [*held_out, "optim.schedule=constant", "optim.lr=1e-2"]
     assert launch.main("sft", argv) == 0
     before = Path("out/hf/model.safetensors").read_bytes()
     assert launch.main("sft", [*argv, "checkpoint.resume=true"]) == 0  # nothing left to do
@@ -532,6 +534,13 @@ def test_a_finished_run_can_be_made_longer(arguments, capsys):
     assert Path("out/hf/model.safetensors").read_bytes() != before
     steps = [json.loads(line)["step"] for line in Path("out/metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3]
+    evaluations = {row["step"]: row["loss"] for row in map(json.loads, Path("out/eval.jsonl").read_text().splitlines())}
+    assert f"(before training {evaluations[0]:.3f})" in capsys.readouterr().out.splitlines()[-2]
+    assert round(evaluations[0], 3) != round(evaluations[2], 3)
+    shutil.copy(f"{inputs}/rows.jsonl", "others.jsonl")
+    others = [*(word for word in argv if not word.startswith("data.eval=")), "data.eval=others.jsonl"]
+    assert launch.main("sft", [*others, "checkpoint.resume=true", "train.steps=4"]) == 0
+    assert f"(before training {evaluations[3]:.3f})" in capsys.readouterr().out.splitlines()[-2]
 
 
 @pytest.mark.parametrize("distributed_optimizer", (True, False), ids=("distopt", "plainopt"))

@@ -20,7 +20,7 @@ from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.plan import __main__ as plan
-from isoloss.tools.plan import picture, stages
+from isoloss.tools.plan import picture, stages, tables
 from isoloss.tools.plan.data_file import DataPlan, plan_data
 from isoloss.tools.plan.estimate import Estimate
 from isoloss.tools.plan.hardware import GPUS
@@ -166,6 +166,11 @@ def test_the_axis_fits_what_it_shows(largest, most, unit, top, shown):
     scale = picture.scale_of(largest, most)
     assert (scale.unit, scale.shown) == (unit, shown) and scale.top == pytest.approx(top)
     assert ("74.0 fit" in scale.label()) == shown and ("of 74.0 GiB" in scale.label()) != shown
+
+
+def test_a_small_model_has_a_size():
+    sizes = {0: "0.0", GIB // 2048: "0.0005", GIB // 25: "0.0400", GIB // 10: "0.1", 3 * GIB // 2: "1.5"}
+    assert {nbytes: tables.gib(nbytes) for nbytes in sizes} == sizes
 
 
 def test_a_picture_says_whose_plan_it_is(monkeypatch, tmp_path):

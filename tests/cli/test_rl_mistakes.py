@@ -46,11 +46,14 @@ CONFIGURATION = (
 )  # fmt: skip
 
 ROOM = (
-    told("completion fills data.max_length", "rollout.max_new_tokens=128", "max_new_tokens=128", "data.max_length=128"),
+    told(
+        "completion fills data.max_length", "rollout.max_new_tokens=128",
+        "max_new_tokens=128", "data.max_length=128", "such as to 64, or raise data.max_length",
+    ),
     told(
         "completion fills the context",
         ("rollout.max_new_tokens=256", "data.max_length=999"),
-        "rollout.max_new_tokens=256", "max_position_embeddings=256",
+        "rollout.max_new_tokens=256", "max_position_embeddings=256", "to 128, or take a model with more positions",
     ),
     told("prompt over data.max_length", "data.max_length=24", "prompts.jsonl:3", "data.max_length", "overlong=drop"),
     told("every prompt dropped", ("data.max_length=14", "data.overlong=drop"), "all 5 prompts", "data.max_length"),

@@ -106,6 +106,21 @@ def test_the_run_itself_loads_what_the_audit_counts(tmp_path, model, overlong):
     assert sum(reason["rows"] for reason in train["reasons"]) == train["rejected"]
 
 
+def test_rows_of_other_projects_are_told_as_the_run_tells_them(tmp_path, model, capsys):
+    """Of two forms; the same words in the page of reinforcement learning, where the reply is no part of a prompt."""
+    answered = {"instruction": "What is 2 plus 2?", "output": "4"}
+    shared = {"conversations": [{"from": "human", "value": "Who are you?"}, {"from": "gpt", "value": "A model."}]}
+    status, found = audited(tmp_path, model, train=[answered, shared, answered], held_out=())
+    said = " ".join(capsys.readouterr().out.split())
+    assert status == 0 and sum(found["splits"][0]["forms"].values()) == 3
+    assert "ShareGPT rows: conversations -> messages (human -> user" in said
+    assert "Alpaca rows: instruction and input, a line each -> user" in said and "output -> assistant" in said
+    rows = write_rows(tmp_path / "asked.jsonl", [{"question": "2 plus 2?", "answer": "4"}])
+    assert main(["grpo", f"model.path={model}", f"data.train={rows}", "rollout.max_new_tokens=8"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "forms question/answer rows: question -> user tokens" in said
+
+
 def test_copies_are_found_in_a_split_and_between_them(tmp_path, model, capsys):
     path = str(tmp_path / "train.jsonl")
     copies = audited(tmp_path, model, "data.overlong=drop")[1]["splits"]

@@ -135,4 +135,4 @@ def test_both_recipes_tell_them(load, tmp_path, one_rank):
     lines = banner(config, rl_data, run)
     begins = ["data: a batch takes every prompt 2.3 times", "data: 1 of 3 prompts", "data: 1 of 1 prompts of data.eval"]
     assert [line[: len(begin)] for line, begin in zip(lines[1:4], begins)] == begins
-    assert lines[4].endswith("7 prompts x 8 completions -> 1 mini-batches of 56 x 1 epochs")
+    assert lines[4].endswith("7 prompts x 8 completions -> 1 mini-batch of 56 x 1 epoch")

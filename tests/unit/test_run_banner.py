@@ -52,7 +52,10 @@ def test_the_first_lines_tell_what_is_slow_for_lack_of_a_package(
     model = SimpleNamespace(arch=arch, stages=(1,), mesh=SimpleNamespace(layout=Layout()))
     engine = SimpleNamespace(model=model, source=SimpleNamespace(path="somewhere"))
     run: Any = SimpleNamespace(_config=config, _engine=engine, total_steps=1, output_dir="here", done=0)
-    lines = Run.banner(run, "", (), "steps")
+    lines = Run.banner(run, "", (), "steps of 8")
+    assert lines[-1].startswith("run: 1 step of 8, layout")
+    run.total_steps = 2
+    assert Run.banner(run, "", (), "steps of 8")[-1].startswith("run: 2 steps of 8, layout")
     slow = [line for line in lines if "Gated DeltaNet" in line]
     assert len(slow) == len(told) and all(reason in line for reason, line in zip(told, slow))
 

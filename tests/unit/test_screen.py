@@ -150,6 +150,11 @@ def test_a_wait_is_told_in_few_lines_of_a_log(clock, capsys):
     ]
 
 
+def test_a_divergence_of_a_policy_from_itself_is_not_shown():
+    assert summary({"reward_mean": 0.5, "kl": 0.0}) == "reward 0.500"
+    assert summary({"reward_mean": 0.5, "kl": 1e-9}) == "reward 0.500  KL 1e-09"
+
+
 def test_a_trend_is_of_the_last_ten_steps_against_ten_before():
     assert [trend([1.0] * count) for count in range(4)] == [None] * 4
     assert trend([1.0, 3.0, 4.0, 8.0]) == 4.0

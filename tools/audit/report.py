@@ -6,6 +6,7 @@ from dataclasses import asdict
 from itertools import zip_longest
 
 from isoloss.engine.config.schema import Config
+from isoloss.engine.data.columns import mapping_lines
 from isoloss.engine.data.remarks import MESSAGES
 from isoloss.engine.data.rows import listed
 from isoloss.engine.data.show_rows import printable
@@ -54,6 +55,7 @@ def split_entries(split: Split, figures: SplitFigures, answers: Answers | None, 
     trained = f", {figures.targets:,} trained ({share(figures.targets, figures.tokens)})" if answers is None else ""
     entries = [
         ("rows", f"{figures.read:,} read, {figures.used:,} used{out}"),
+        *form_entries(figures, audit.config, prompts=answers is not None),
         ("tokens", f"{figures.tokens:,}{trained or ' of prompts'}"),
         *length_entries(figures, audit.config.batch.max_tokens),
         *reject_entries(figures, audit.config.data.max_rejects),
@@ -62,14 +64,21 @@ def split_entries(split: Split, figures: SplitFigures, answers: Answers | None, 
     ]
     if figures.all_targets:
         entries.append(("all targets", f"{figures.all_targets:,} rows: nothing but their first token is context"))
-    if len(figures.forms) > 1:
-        entries.append(("forms", ", ".join(f"{rows:,} rows of {form}" for form, rows in figures.forms.items())))
     for name, text in MESSAGES.items():
         if figures.remarks.get(name):
             entries.append(("turns", f"{figures.remarks[name]:,} rows {text}"))
     if figures.unused:
         entries.append(("not read", f"columns {listed(figures.unused)}"))
     return entries + (answer_entries(split, answers, audit.config) if answers is not None else [])
+
+
+def form_entries(figures: SplitFigures, config: Config, prompts: bool) -> list[Entry]:
+    """Return how many rows have which form, if there are several, and how those of other forms than isoloss's are read,
+    as the banner of the run says it."""
+    counts = ", ".join(f"{rows:,} rows of {form}" for form, rows in figures.forms.items())
+    lines = mapping_lines(figures.key, figures.forms, config.data, prompts)
+    found = [*([counts] if len(figures.forms) > 1 else []), *(line.removeprefix(f"{figures.key}: ") for line in lines)]
+    return [("" if number else "forms", line) for number, line in enumerate(found)]
 
 
 def length_entries(figures: SplitFigures, budget: int) -> list[Entry]:

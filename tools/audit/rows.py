@@ -157,7 +157,7 @@ def _prompts(config: RLConfig, arch: Architecture, split: Literal["train", "eval
     return Split(
         f"data.{split}", paths, tokens, np.zeros(len(tokens), bool), np.cumsum([0, *lengths], dtype=np.int64),
         np.array([(file_of[name], int(number)) for name, _, number in parts], np.int32), found.rejects,
-        room, limit_key, config.data.overlong, repeated=found.repeated, prompts=found.prompts,
+        room, limit_key, config.data.overlong, forms=dict(found.forms), repeated=found.repeated, prompts=found.prompts,
     )  # fmt: skip
 
 

@@ -36,6 +36,9 @@ SUBCOMMANDS = (
     Subcommand("config", "isoloss.tools.config.__main__", "compare configurations: presets, files and runs"),
     Subcommand("watch", "isoloss.tools.watch", "follow a run by the files of its folder"),
     Subcommand("reward-curve", "isoloss.tools.reward_curve", "draw the reward of one or more runs", has_script=False),
+    Subcommand(
+        "samples", "isoloss.tools.samples", "show the best, worst or failed completions of a run", has_script=False
+    ),
     Subcommand("doctor", "isoloss.tools.doctor.__main__", "list what is installed, missing or does not go together"),
     Subcommand(
         "completion", "isoloss.tools.command.completion", "print what completes words in a shell", has_script=False

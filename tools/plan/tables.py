@@ -57,7 +57,7 @@ def fits(report: RankReport, config: Config, gpu: Gpu) -> bool:
 
 def estimate_lines(step: Estimate, config: Config) -> str:
     return (
-        f"estimate: {step.seconds:.1f} s a step of {sequences(config)} rows of {config.data.max_length} tokens "
+        f"estimate: {decimals(step.seconds)} s a step of {sequences(config)} rows of {config.data.max_length} tokens "
         f"in {step.micro_batches} micro-batches, {step.tokens_per_gpu_second:,.0f} tokens/s a GPU, MFU {step.mfu:.0%}\n"
         f"assumed: {ASSUMPTIONS}"
     )
@@ -86,7 +86,12 @@ def recomputed(config: Config) -> str:
 
 
 def gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.1f}"
+    return decimals(nbytes / GIB)
+
+
+def decimals(value: float) -> str:
+    """Return a number with one decimal, or with four where that would be 0.0, as in the plan of a small model."""
+    return f"{value:.4f}" if 0 < value < 0.05 else f"{value:.1f}"
 
 
 def exchange_table(stages: Sequence[RankReport]) -> str:
