@@ -41,7 +41,7 @@ help:
 	@echo "make sft        supervised fine-tuning of a small model on the shipped text; ARGS='train.steps=20 ...' overrides keys"
 	@echo "make grpo       reinforcement learning (GRPO) of a small model that was fine-tuned first, with its reward curve"
 	@echo "make dapo       the same with DAPO: dynamic sampling, clip-higher, overlong shaping"
-	@echo "make test       the quick CPU tests: every claim once, a quarter of an hour on two cores"
+	@echo "make test       the quick CPU tests: every claim once, ten minutes on two cores"
 	@echo "make test-all   those and the others;  make slowest: the slowest tests of the last run;  make budget: what they may take"
 	@echo "make test-newer   the quick tests with $(NEWER), in an environment of its own, if there is a Python 3.12"
 	@echo "make test-newer-cpu   of them those of what releases have in different forms, if PyTorch's CPU build is at hand"

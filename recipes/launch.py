@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import errno
+import functools
 import os
 import pkgutil
 import shutil
@@ -15,11 +16,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.utils import setup_globals
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from isoloss.engine.config.config_file import dump, record, recorded
@@ -60,6 +61,7 @@ RECIPES = {
     "dapo": Recipe(RLConfig, "isoloss.engine.rl.loop:train_rl"),
 }
 
+setup_globals()  # Hydra's resolvers, such as ${now:%Y}
 OmegaConf.register_new_resolver("asset", lambda name: str(ASSETS / name), replace=True)
 
 
@@ -170,25 +172,33 @@ def compose_values(
     files, overrides = config_files.read(config_class, overrides, _keys_of_others(config_class))
     record(files.files)
     named = files.give("model.path") or any(override.startswith("model.path=") for override in overrides)
-    given, others = _for_hydra(config_class, overrides)
+    given, others = _parsed(config_class, overrides)
     preset = next(name for name in (given, files.preset, PLAIN if named else DEMONSTRATION) if name is not None)
     if preset.endswith(command_line.CONFIG_ENDINGS):
         raise UserError(f"preset={preset} is a file: write config={preset}")
     if preset not in presets(recipe):
         raise UserError(f"preset={preset!r} does not exist; choose one of {', '.join(presets(recipe))}")
-    ConfigStore.instance().store(name="schema", node=defaults(config_class))
-    ConfigStore.instance().store(name="files", node=files.nested())
     try:
-        with initialize_config_dir(str(CONF / recipe), version_base="1.3"):
-            composed = OmegaConf.to_container(compose("config", overrides=[f"preset={preset}", *others]), resolve=True)
+        tree = OmegaConf.merge(
+            _schema(config_class), OmegaConf.load(CONF / recipe / f"preset/{preset}.yaml"), files.nested()
+        )
+        for override in others:
+            OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
+        composed = OmegaConf.to_container(tree, resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(" ".join(str(error).split())) from None
     assert isinstance(composed, dict)
     return {str(key): value for key, value in composed.items()}, preset, files
 
 
-def _for_hydra(config_class: type[Config], overrides: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the preset that overrides name, None without one, and the others in Hydra's syntax. Raises UserError."""
+@functools.cache
+def _schema(config_class: type[Config]) -> DictConfig:
+    """Return the defaults of all keys; to be merged, not written to."""
+    return DictConfig(defaults(config_class))
+
+
+def _parsed(config_class: type[Config], overrides: Sequence[str]) -> tuple[str | None, list[Override]]:
+    """Return the preset that overrides name, None without one, and the others as Hydra reads them. Raises UserError."""
     preset, others, keys = None, [], known_keys(config_class)
     open_keys = mappings(config_class)
     parser = OverridesParser.create()
@@ -198,13 +208,7 @@ def _for_hydra(config_class: type[Config], overrides: Sequence[str]) -> tuple[st
             is_file = override.endswith(command_line.CONFIG_ENDINGS)
             hint = f"write config={override}" if is_file else "write overrides as key=value"
             raise UserError(f"cannot read {override!r}; {hint}")
-        if key == "preset":
-            preset = value
-        elif key in open_keys or any(key.startswith(f"{name}.") for name in open_keys):
-            others.append(f"++{override}")  # Hydra's syntax for a name that may be new
-        elif key in keys:
-            others.append(override)
-        else:
+        if key != "preset" and key not in keys and not any(key.startswith(f"{name}.") for name in open_keys):
             raise UserError(unknown_key(key, [*keys, "preset", "config"], _keys_of_others(config_class)))
         try:
             parsed = parser.parse_override(override)
@@ -217,6 +221,12 @@ def _for_hydra(config_class: type[Config], overrides: Sequence[str]) -> tuple[st
             raise UserError(
                 f"cannot read {override!r}: write a list as {key}=[{value}], or text in quotes: {key}='...'"
             )
+        if parsed.package is not None:
+            raise UserError(f"cannot read {override!r}: a name must not hold @; give it in a file of config=FILE")
+        if key == "preset":
+            preset = value
+        else:
+            others.append(parsed)
     return preset, others
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -12,9 +13,16 @@ from isoloss.parallel import UserError
 from isoloss.parallel.runtime.config_key import require
 
 
+@functools.cache
+def types_of_fields(cls: Any) -> Mapping[str, Any]:
+    """Return the types of the fields of a class by name, which take long to resolve: a composition asks a thousand
+    times."""
+    return types.MappingProxyType(typing.get_type_hints(cls))
+
+
 def build(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     """Build a frozen dataclass from a plain nested mapping. Raises UserError for an unknown key or a wrong type."""
-    types_of = typing.get_type_hints(cls)
+    types_of = types_of_fields(cls)
     for key in values:
         if key not in types_of:
             raise UserError(unknown_key(f"{prefix}{key}", known_keys(cls, prefix)))
@@ -29,7 +37,7 @@ def defaults(cls: Any) -> dict[str, Any]:
     """Return the defaults of all keys of a configuration class, as plain nested values."""
     values = {}
     for f in dataclasses.fields(cls):
-        kind = typing.get_type_hints(cls)[f.name]
+        kind = types_of_fields(cls)[f.name]
         if dataclasses.is_dataclass(kind):
             values[f.name] = defaults(kind)
         else:
@@ -70,7 +78,7 @@ def known_keys(cls: Any, prefix: str = "") -> list[str]:
 
 def key_types(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the type of every key of a configuration class."""
-    for name, kind in typing.get_type_hints(cls).items():
+    for name, kind in types_of_fields(cls).items():
         if dataclasses.is_dataclass(kind):
             yield from key_types(kind, f"{prefix}{name}.")
         else:

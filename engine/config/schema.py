@@ -1,8 +1,8 @@
 """Define every key of a run in frozen dataclasses, which are checked once, before any process group exists.
 
-Hydra selects presets and overrides keys (recipes/launch.py). `parse.build` turns the composed tree into these classes
-and refuses unknown keys with the nearest name. A key is defined with its meaning and bounds. Rules between keys that
-need no model are in `__post_init__`.
+A preset, files and overrides in Hydra's syntax give values (recipes/launch.py). `parse.build` turns the composed tree
+into these classes and refuses unknown keys with the nearest name. A key is defined with its meaning and bounds. Rules
+between keys that need no model are in `__post_init__`.
 """
 
 from collections.abc import Mapping

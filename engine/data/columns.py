@@ -13,6 +13,7 @@ from isoloss.engine.data.files.values import without_nulls
 from isoloss.engine.data.forms import COLUMNS, FORMS, Form, with_functions
 from isoloss.engine.data.rows import Row, UnreadRow, listed
 from isoloss.engine.data.system_message import with_system
+from isoloss.engine.data.tool_roles import TOOL_ROLES, with_tool_roles
 from isoloss.parallel.runtime.errors import UserError
 
 OWN = (("messages",), ("prompt", "completion"), ("text",))
@@ -20,6 +21,7 @@ OWN_TEXT = "`messages`, or `prompt` and `completion`, or `text`"
 PROMPTS = (("prompt",), ("messages",))  # of reinforcement learning; the first of them is read
 TEXT_PROMPT = "prompt as text"
 EMPTY = (None, "", [], {})
+WITH_CALLS = " with tool_call"  # what the name of a form ends with where messages have ms-swift's roles
 # What data.columns may name.
 NAMED = {"messages", "prompt", "completion", "text", "answer", "system", "tools", "functions", "data_source"} | COLUMNS
 NO_PREFERENCES = "isoloss has no training on preferences yet: take the column out"
@@ -79,9 +81,11 @@ def recognised(
     took = COLUMNS if named else form.read(prompts) if form else ()
     key = messages_column(values, prompts)
     values = with_functions(values, key, place)
+    values, calls = with_tool_roles(values, key, place)
     values, keeps = with_system(values, key, place, data.system)
     check_columns(values, place, took)
-    return Row(place, values, form.name if form else own_name(values, place, prompts), tuple(took), tuple(aside), keeps)
+    name = (form.name if form else own_name(values, place, prompts)) + WITH_CALLS * calls
+    return Row(place, values, name, tuple(took), tuple(aside), keeps)
 
 
 def messages_column(values: Mapping[str, Any], prompts: bool) -> str | None:
@@ -201,8 +205,10 @@ def mapping_lines(key: str, forms: Iterable[str], data: DataConfig, prompts: boo
 
     forms: names of the forms of its rows.
     """
-    names = list(forms)
+    full = list(forms)
+    names = [name.removesuffix(WITH_CALLS) for name in full]
     lines = [f"{key}: {form.line(prompts)}" for form in FORMS if form.name in names]
+    lines += [f"{key}: messages{WITH_CALLS}: {TOOL_ROLES}"] if names != full else []
     if data.columns:
         mapped = ", ".join(f"{theirs} -> {ours}" for ours, theirs in data.columns.items())
         plain = "; prompts that are text get no chat template" if TEXT_PROMPT in names else ""

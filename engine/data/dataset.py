@@ -17,7 +17,7 @@ from isoloss.engine.data.bad_rows import Rejects, check
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.chat_template import check_template_kwargs
 from isoloss.engine.data.columns import check_mapping
-from isoloss.engine.data.files.sources import files_of, sources_of
+from isoloss.engine.data.files.sources import files_and_sources, files_of
 from isoloss.engine.data.mixture import Mixture, mixture_of
 from isoloss.engine.data.token_cache import cache_key, exclusively, load_cached, write_cache
 from isoloss.engine.data.token_dataset import TokenDataset
@@ -41,7 +41,7 @@ def load_dataset(
 
     Raises UserError for any mistake in files, rows, tokenizer or options. Enters no collective.
     """
-    paths = files_of(data.paths(split), f"data.{split}")
+    paths, sources = files_and_sources(data.paths(split), f"data.{split}")
     options = {"max_length": data.max_length, "overlong": data.overlong, "vocab_size": vocab_size}
     options |= {"columns": dict(data.columns), "system": data.system}
     name = cache_key(paths, tokenizer_dir, **options, template_kwargs=dict(data.template_variables))
@@ -54,7 +54,6 @@ def load_dataset(
     # data.max_rejects is not part of the folder's name, as the remaining rows do not depend on it.
     check(f"data.{split}", paths, dataset.rejects, data.max_rejects)
     if split == "train" and data.is_mixture:
-        sources = sources_of(data.paths(split), f"data.{split}")
         dataset = dataclasses.replace(dataset, mixture=mixture_of(data, dataset.origins[:, 0], sources))
     return dataset
 

@@ -1,6 +1,6 @@
 """Choose the rows of several sources by weights, as a pure function of (seed, index)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,11 +89,14 @@ class Mixture:
         """Return the rows and shares of all sources, which decide the stream."""
         return " + ".join(f"{size} rows x {share!r}" for size, share in zip(self.sizes, self.shares))
 
-    def lines(self, draws: int, row: str) -> list[str]:
-        """Return a line for the user about each source. draws: length of the run. row: a word for a row."""
+    def lines(self, draws: int, row: str, bound: str = "") -> list[str]:
+        """Return a line for the user about each source.
+
+        draws: length of the run. row: a word for a row. bound: "at least " where the run may draw more.
+        """
         return [
-            f"mixture: {name}: {size:,} {row}s, weight {weight:g}, {share:.2%} of the {row}s drawn, {drawn:,} in this "
-            f"run: {drawn / size:.2f} epochs"
+            f"mixture: {name}: {size:,} {row}s, weight {weight:g}, {share:.2%} of the {row}s drawn, {bound}"
+            f"{drawn:,} in this run: {drawn / size:.2f} epochs"
             for name, size, weight, share, drawn in zip(
                 self.names, self.sizes, self.weights, self.shares, self.counts(draws)
             )
@@ -110,7 +113,7 @@ def _permuted(size: int, seed: int, epoch: int, source: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch, source]).permutation(size)
 
 
-def mixture_of(data: DataConfig, files: np.ndarray, sources: Mapping[int, int]) -> Mixture | None:
+def mixture_of(data: DataConfig, files: np.ndarray, sources: Sequence[int]) -> Mixture | None:
     """Return the mixture of data.train; None without weights. Raises UserError for a source without rows.
 
     files: for each row, the index of its file. sources: the index of each file's source.
@@ -138,6 +141,6 @@ def content(fingerprint: str, mixture: Mixture | None) -> str:
     return fingerprint if mixture is None else f"{fingerprint} as {mixture.fingerprint()}"
 
 
-def told(mixture: Mixture | None, draws: int, row: str) -> Sequence[str]:
+def told(mixture: Mixture | None, draws: int, row: str, bound: str = "") -> Sequence[str]:
     """Return the mixture's lines for the user; none without a mixture."""
-    return mixture.lines(draws, row) if mixture else ()
+    return mixture.lines(draws, row, bound) if mixture else ()

@@ -30,7 +30,7 @@ from isoloss.engine.data.chat_template import (
 )
 from isoloss.engine.data.columns import check_columns, read_row
 from isoloss.engine.data.dataset import nothing_left
-from isoloss.engine.data.files.sources import files_of, sources_of
+from isoloss.engine.data.files.sources import files_and_sources
 from isoloss.engine.data.messages import check_messages
 from isoloss.engine.data.mixture import Mixture, mixture_of, order_of
 from isoloss.engine.data.remarks import digest
@@ -100,7 +100,7 @@ def load_prompts(
     A row's id is "file:line" with the name of its file, or with its path where two files have the same name.
     Raises UserError, one line, for every mistake in files, rows or options.
     """
-    paths = files_of(data.paths(split), f"data.{split}")
+    paths, sources = files_and_sources(data.paths(split), f"data.{split}")
     check_template_kwargs(data.template_kwargs, tokenizer)
     names = Counter(os.path.basename(path) for path in set(paths))
     prompts, of_file, dropped, repeated, keep_system = [], [], 0, 0, 0
@@ -137,9 +137,7 @@ def load_prompts(
                 )
     if not prompts:
         raise nothing_left(rejects, dropped, "prompts", f"{limit}={max_prompt_tokens}")
-    mixture = (
-        mixture_of(data, np.array(of_file), sources_of(data.paths(split), rejects.key)) if split == "train" else None
-    )
+    mixture = mixture_of(data, np.array(of_file), sources) if split == "train" else None
     return PromptSet(tuple(prompts), dropped, repeated, tuple(rejects.rows), forms, keep_system, mixture)
 
 

@@ -163,7 +163,7 @@ def banner(config: RLConfig, data: RLData, run: Run) -> list[str]:
         f"mini-batches of {batch // algorithm.minibatches} x {algorithm.epochs} epochs"
     )
     drawn = run.total_steps // config.steps_per_batch * config.batch.global_size
-    mixture = told(data.train.mixture, drawn, "prompt")
+    mixture = told(data.train.mixture, drawn, "prompt", "at least " if algorithm.dynamic_sampling else "")
     lines = [prompts, *mixture, *data.rejects(config.data).lines(run.output_dir)]
     if is_main():
         for key, rows in (("data.train", data.train), ("data.eval", data.eval)):

@@ -5,6 +5,7 @@ isoloss.engine.config.help prints meanings and bounds for users.
 """
 
 import dataclasses
+import functools
 import math
 import operator
 import os
@@ -126,6 +127,7 @@ def meaning_of(field: "dataclasses.Field[Any]") -> KeySpec:
     return field.metadata["key"]
 
 
+@functools.cache
 def choices_of(field: "dataclasses.Field[Any]") -> tuple[str, ...]:
     """Return the valid names of a key, or of the items of its list; empty if any value is valid."""
     return meaning_of(field).choices or _literals(field.type)
@@ -144,9 +146,8 @@ def _literals(kind: Any) -> tuple[str, ...]:
 def _check(name: str, field: "dataclasses.Field[Any]", value: Any) -> None:
     meaning, choices = meaning_of(field), choices_of(field)
     is_list = isinstance(value, tuple)
-    must = meaning.must(is_list, is_nullable(field))
-    if meaning.required:
-        require(bool(value), name, list(value) if is_list else value, must)
+    if meaning.required and not value:
+        raise _refused(name, field, list(value) if is_list else value)
     if value is None:
         return
     items = value if is_list else (value,)
@@ -158,5 +159,9 @@ def _check(name: str, field: "dataclasses.Field[Any]", value: Any) -> None:
     for item in items:
         if isinstance(item, float):
             require(math.isfinite(item), name, value, "must be a finite number")
-        if isinstance(item, (int, float)):
-            require(meaning.within(item), name, value, must)
+        if isinstance(item, (int, float)) and not meaning.within(item):
+            raise _refused(name, field, value)
+
+
+def _refused(name: str, field: "dataclasses.Field[Any]", value: object) -> UserError:
+    return UserError(f"{name}={value!r} {meaning_of(field).must(isinstance(value, list | tuple), is_nullable(field))}")

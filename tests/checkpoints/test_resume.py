@@ -10,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from oracles import mixture
 from support.runs import training as world
-from support.runs.runs import metrics_of, numbers, resumed
+from support.runs.runs import metrics_of, numbers, resumed, write_rows
 
 from isoloss.engine.checkpoint import checkpoint
+from isoloss.engine.config.data_config import WeightedFile
 from isoloss.engine.config.schema import (
     BatchConfig,
     CheckpointConfig,
@@ -75,6 +77,29 @@ def test_resume_is_exact(train, inputs, tmp_path, layout, precision, distributed
     assert numbers(parts.output_dir) == numbers(whole.output_dir)
     assert [row["step"] for row in metrics_of(parts)] == list(range(1, STEPS + 1))
     assert world.same(found, expected)
+
+
+def test_weighted_files_on_another_layout_and_after_a_kill(pool, inputs, tmp_path):
+    """Killed on one layout and resumed on another: every step has the rows that the shares say, for 24 draws 18 and 6
+    exactly."""
+    files = {"many.jsonl": (7, 3), "few.jsonl": (2, 1)}
+    for name, (count, _) in files.items():
+        write_rows(tmp_path / name, [{"text": f"one two {name} {number}"} for number in range(count)])
+    weighted = tuple(WeightedFile(f"{tmp_path}/{name}", weight) for name, (_, weight) in files.items())
+    first, second = (
+        dataclasses.replace(
+            config_of(inputs, tmp_path / "run", layout, "fp32", None),
+            data=DataConfig(weighted, max_length=128),
+            batch=BatchConfig(3, 128),
+        )
+        for layout in ("tp2", "dp2")
+    )
+    before, *_ = pool.run(2, partial(world.train_and_list, killed_after=6), first)
+    after, *others = pool.run(2, world.train_and_list, resumed(second))
+    assert (len(before), len(after)) == (6, STEPS - SAVED) and others == [after]
+    rows = [Path(row).name for step in before[:SAVED] + after for row in step]
+    assert rows == mixture.draws(files, STEPS * 3, second.train.seed) and before[SAVED:] == after[:2]
+    assert [sum(row.startswith(name) for row in rows) for name in files] == [18, 6]
 
 
 @pytest.mark.parametrize("layout", ("1", "dp2", "tp2+pp2"))

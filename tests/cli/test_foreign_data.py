@@ -8,10 +8,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.runs.foreign_rows import REFUSED, SFT, SLIME, TALKS, VERL, assistant, save, user, write_file
+from support.runs.foreign_rows import REFUSED, RL, SFT, SLIME, TALKS, VERL, assistant, save, user, write_file
 from support.runs.runs import rows_of, write_model, write_rows
 
 from isoloss.engine.config.schema import Config
+from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.rl import setup
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.sft import loop
@@ -93,69 +94,120 @@ def test_another_mapping_is_tokenized_anew(model, tmp_path, capsys):
         assert f"  {last}\n" in capsys.readouterr().out
 
 
-# What people have, as they name it, and the error that a run ends with; "" where the rows are trained on.
-HAVE = [
-    ("sft", "sharegpt.jsonl", ""),
-    ("sft", "alpaca.jsonl", ""),
-    ("sft", "alpaca.json", ""),
-    ("sft", "query.jsonl", ""),
-    ("sft", "question.jsonl", ""),
-    ("sft", "problem.jsonl", ""),
-    ("grpo", "question.jsonl", ""),
-    ("grpo", "slime.jsonl", ""),
-    (
-        "sft",
-        "preference.jsonl",
-        "preference.jsonl:1: `chosen` would not be seen by the model: isoloss has no training on",
-    ),
-    ("sft", "array.json", ""),
-    ("sft", "table.csv", ""),
-    ("sft", "packed.jsonl.gz", ""),
-    ("sft", "packed.jsonl.zst", ""),
-    ("sft", "file.arrow", ""),
-    ("sft", "saved", ""),
-    ("sft", "folder", ""),
-    ("sft", "fold*/*.jsonl", ""),
-    ("sft", "openai/gsm8k", "data.train: openai/gsm8k is no file, and to read it from the Hugging Face hub needs the"),
+# What people have, as they name it: its rows, and what the first one has learned.
+TO_LEARN = [
+    ("sharegpt.jsonl", 1, "It is mild.<|im_end|>"),
+    ("alpaca.jsonl", 1, "<response><|im_end|>"),
+    ("alpaca.json", 1, "<response><|im_end|>"),
+    ("query.jsonl", 1, "<response1><|im_end|><response2><|im_end|>"),
+    ("human.jsonl", 1, "r1<|im_end|>r2<|im_end|>"),
+    ("question.jsonl", 1, "2 - 1 = <<2-1=1>>1\n#### 1<|im_end|>"),
+    ("problem.jsonl", 1, "It is $\\boxed{2}$.<|im_end|>"),
+    ("openai.jsonl", 1, "4<|im_end|>"),  # its first answer has a weight of 0
+    ("messages.jsonl", 1, "It is blue.<|im_end|>"),
+    ("prompt.jsonl", 1, " blue.<|im_end|>"),
+    ("prompts.jsonl", 1, "It is blue.<|im_end|>"),
+    ("text.jsonl", 1, " sky is blue.<|im_end|>"),  # nothing stands before the first token
+    ("array.json", 8, "0!<|im_end|>"),
+    ("table.csv", 8, "0!<|im_end|>"),
+    ("table.tsv", 8, "0!<|im_end|>"),
+    ("lines.ndjson", 8, "0!<|im_end|>"),
+    ("packed.jsonl.gz", 8, "0!<|im_end|>"),
+    ("packed.jsonl.zst", 8, "0!<|im_end|>"),
+    ("table.parquet", 8, "0!<|im_end|>"),
+    ("file.arrow", 8, "0!<|im_end|>"),
+    ("file.feather", 8, "0!<|im_end|>"),
+    ("saved", 8, "0!<|im_end|>"),
+    ("dict:train", 8, "0!<|im_end|>"),
+    ("folder", 8, "0!<|im_end|>"),
+    ("fold*/*.jsonl", 8, "0!<|im_end|>"),
 ]
+# The last turn that the model is to answer, and the answer that a reward is given.
+TO_ANSWER = [
+    ("question.jsonl", "Janet has 2 eggs and sells 1.", "2 - 1 = <<2-1=1>>1\n#### 1"),
+    ("problem.jsonl", "What is $1+1$?", "It is $\\boxed{2}$."),
+    ("alpaca.jsonl", "<query-inst>\n<query-input>", None),
+    ("query.jsonl", "<query2>", None),
+    ("trl.jsonl", "What color is the sky?", "blue"),
+    ("swift.jsonl", "1 + 1?", "2"),
+    ("verl.parquet", VERL["prompt"][0]["content"], "2"),
+    ("slime.jsonl", "What is $30 + 4$?", "34"),
+]
+NOT_TRAINED = [
+    ("preference.jsonl", "preference.jsonl:1: `chosen` would not be seen by the model: isoloss has no training on"),
+    ("openai/gsm8k", "data.train: openai/gsm8k is no file, and to read it from the Hugging Face hub needs the"),
+]
+FORMS = {
+    "sharegpt": "LLaMA-Factory ShareGPT", "alpaca": "ms-swift Alpaca", "question": "GSM8K", "problem": "MATH",
+    "query": "ms-swift query-response", "human": "ms-swift ShareGPT", "openai": "OpenAI weight",
+    "messages": "TRL language modeling, conversational", "prompt": "TRL prompt-completion",
+    "prompts": "TRL prompt-completion, conversational", "text": "TRL language modeling",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def had(tmp_path_factory):
     folder = tmp_path_factory.mktemp("had")
-    for name, form in (("sharegpt", "LLaMA-Factory ShareGPT"), ("alpaca", "ms-swift Alpaca"), ("question", "GSM8K"),
-                       ("query", "ms-swift query-response"), ("problem", "MATH")):  # fmt: skip
+    for name, form in FORMS.items():
         row = {key: value for key, value in SFT[form][0].items() if key != "tools"}
         if name == "sharegpt":
             row["conversations"] = [turn for turn in row["conversations"] if turn["from"] in ("human", "gpt")]
         write_rows(folder / f"{name}.jsonl", [row])
-    write_rows(folder / "slime.jsonl", [SLIME])
+    for name, form in (("trl", "TRL with a solution"), ("swift", "ms-swift GRPO"), ("slime", "slime")):
+        write_rows(folder / f"{name}.jsonl", [RL[form][0]])
+    pq.write_table(pa.Table.from_pylist([VERL]), folder / "verl.parquet")
     write_rows(folder / "preference.jsonl", [REFUSED["preference"][0]])
     (folder / "alpaca.json").write_text(json.dumps([SFT["ms-swift Alpaca"][0]]))
-    for name in ("array.json", "table.csv", "packed.jsonl.gz", "packed.jsonl.zst", "file.arrow"):
-        write_file(folder, name, TALKS if name != "table.csv" else [{"prompt": "a", "completion": "b"}])
+    for name in ("array.json", "lines.ndjson", "packed.jsonl.gz", "packed.jsonl.zst", "table.parquet", "file.arrow",
+                 "file.feather"):  # fmt: skip
+        write_file(folder, name, TALKS)
+    for name in ("table.csv", "table.tsv"):  # whose cells of messages are JSON
+        write_file(folder, name, [{"messages": json.dumps(row["messages"])} for row in TALKS])
     save(folder / "saved", TALKS)
+    save(folder / "dict" / "train", TALKS)
+    (folder / "dict" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     (folder / "folder").mkdir()
     write_file(folder / "folder", "a.jsonl", TALKS)
     return folder
 
 
-@pytest.mark.parametrize(("recipe", "name", "error"), HAVE)
-def test_what_people_have(recipe, name, error, had, model, tmp_path, monkeypatch):
+@pytest.fixture
+def load(had, model, tmp_path, monkeypatch):
+    """load(recipe, name): the data of a run that is given the name in the folder of it."""
     monkeypatch.chdir(had)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    overrides = [f"model.path={model}", f"data.train=[{name}]", f"data.cache_dir={tmp_path}", "data.eval=[]"]
-    overrides += ["data.max_length=128"]
-    if recipe == "grpo":
-        overrides += ["reward.function=math", "rollout.max_new_tokens=8"]
-    kind: Any = RLConfig if recipe == "grpo" else Config
-    load: Any = setup.load_data if recipe == "grpo" else loop.load_data
-    config = launch.compose_config(recipe, kind, overrides)[0]
-    if not error:
-        assert load(config, read_architecture(model)).train.digests()
-        return
+
+    def load(recipe: str, name: str):
+        overrides = [f"model.path={model}", f"data.train=[{name}]", f"data.cache_dir={tmp_path}", "data.eval=[]"]
+        overrides += ["data.max_length=128"]
+        overrides += ["reward.function=math", "rollout.max_new_tokens=8"] if recipe == "grpo" else []
+        kind: Any = RLConfig if recipe == "grpo" else Config
+        of_recipe: Any = setup.load_data if recipe == "grpo" else loop.load_data
+        return of_recipe(launch.compose_config(recipe, kind, overrides)[0], read_architecture(model)).train
+
+    return load
+
+
+@pytest.mark.parametrize(("name", "count", "learned"), TO_LEARN)
+def test_what_people_have_to_learn(name, count, learned, load, model):
+    rows = load("sft", name)
+    assert len(rows) == count
+    targets = rows[0].tokens_T[rows[0].mask_T].tolist()
+    assert load_tokenizer(str(model), 2048).decode(targets) == learned
+
+
+@pytest.mark.parametrize(("name", "turn", "answer"), TO_ANSWER)
+def test_what_people_have_to_answer(name, turn, answer, load, model):
+    (prompt,) = load("grpo", name).prompts
+    text = load_tokenizer(str(model), 2048).decode(prompt.tokens)
+    assert text.endswith(f"<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n")
+    assert prompt.answer == answer
+
+
+@pytest.mark.parametrize(("name", "error"), NOT_TRAINED)
+def test_what_people_have_and_is_not_trained(name, error, load):
     with pytest.raises(UserError) as refused:
-        load(config, read_architecture(model))
+        load("sft", name)
     assert str(refused.value).startswith(error) and "\n" not in str(refused.value)
 
 

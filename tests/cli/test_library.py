@@ -20,6 +20,10 @@ def test_a_callback_ends_a_run_as_its_last_step_does(run):
     assert run["stopped"] == (True, 2, [0, 2])
 
 
+def test_python_collects_no_garbage_between_the_steps_of_a_run(run):
+    assert run["collects"] == [False, False, True]
+
+
 def test_other_rows_than_those_of_the_checkpoint_are_refused(run):
     assert "the content of data.train is not what" in run["other rows"]
 

@@ -12,6 +12,7 @@ from isoloss.engine.memory.limits import GIB, room
 from isoloss.engine.rl.config import RLConfig
 from isoloss.tools.plan.estimate import estimate
 
+pytestmark = pytest.mark.xdist_group("counting")  # one process counts for all of it, and keeps the counts
 MOST = 74  # GiB of an H100's 79.6: the rest is for the CUDA context, NCCL, workspaces and the allocator's gaps
 BESIDE_A_SERVER = 69  # a server that sleeps keeps five
 LEFT_TO_THE_TRAINER = 2  # GiB that it may keep while servers on its GPUs generate

@@ -17,6 +17,7 @@ from isoloss.recipes.launch import compose_config
 from isoloss.tools.plan.advice import to_fit
 from isoloss.tools.plan.hardware import GPUS
 
+pytestmark = pytest.mark.xdist_group("counting")  # one process counts for all of it, and keeps the counts
 H100 = GPUS["h100"]
 TOKENS = ["data.max_length=4096", "batch.max_tokens=4096"]
 

@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 
-from isoloss.tools.audit.copies import FEWEST, SHINGLE, SIMILAR, Sketches, Tokens, exact_copies, near_copies
+from isoloss.tools.audit.copies import (
+    FEWEST,
+    SHINGLE,
+    SIMILAR,
+    Sketches,
+    Tokens,
+    exact_copies,
+    near_copies,
+    shingle_hashes,
+)
 
 
 def tokens_of(rows: list[list[int]]) -> Tokens:
@@ -90,6 +99,17 @@ def test_similarity_is_that_of_the_sets(rows):
     sketches = Sketches(tokens_of(rows), "rows")
     for row, other in zip(range(0, 100), range(1, 101)):
         assert sketches.similarity(row, sketches, other) == jaccard(rows[row], rows[other])
+
+
+def test_a_shingle_is_of_one_row(rows):
+    """Two shingles have one hash if and only if they are the same tokens, whatever row comes next."""
+    rows = [*rows, [7], [1, 2], [7], [3, 4], [1, 2], [9] * (SHINGLE - 1), [5], [9] * (SHINGLE - 1), [9]]
+    hashes, starts = shingle_hashes(tokens_of(rows), 1, len(rows))
+    of_rows = [[tuple(row[i : i + SHINGLE]) for i in range(max(1, len(row) - SHINGLE + 1))] for row in rows[1:]]
+    in_order = [shingle for of_row in of_rows for shingle in of_row]
+    assert len(hashes) == len(in_order)
+    assert len({*zip(hashes.tolist(), in_order)}) == len({*hashes.tolist()}) == len({*in_order})
+    assert starts.tolist() == np.cumsum([0, *map(len, of_rows[:-1])]).tolist()
 
 
 def test_a_system_prompt_of_all_rows_makes_no_copies():

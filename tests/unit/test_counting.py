@@ -16,6 +16,7 @@ from isoloss.models.mcore.activation_memory import KEEP_ALL
 from isoloss.models.mcore.kernels import ALL
 from isoloss.parallel import Layout
 
+pytestmark = pytest.mark.xdist_group("counting")  # one process counts for all of it, and keeps the counts
 WIDTH, VOCABULARY = 64, 8192
 SIZES = {"hidden_size": WIDTH, "intermediate_size": 192, "num_hidden_layers": 1, "vocab_size": VOCABULARY,
          "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip

@@ -4,7 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-from support.runs.foreign_rows import REFUSED, RL, SFT, SKY, assistant, system, user
+from support.runs.foreign_rows import (
+    CALL_SWIFT,
+    REFUSED,
+    RESULT_SWIFT,
+    RL,
+    SFT,
+    SKY,
+    assistant,
+    system,
+    user,
+)
 from support.runs.runs import TINY, write_rows
 
 from isoloss.engine.config.schema import DataConfig
@@ -117,6 +127,13 @@ def test_what_reads_like_a_preference_and_is_none():
         ({"conversations": [{"from": "narrator", "value": "x"}]}, "`conversations[0].from` is str 'narrator'"),
         ({"conversations": [{"from": "gpt", "value": "x", "content": "y"}]}, "`conversations[0]` has from, value and"),
         ({"conversations": [{"from": "function_call", "value": "f(1)"}]}, "`conversations[0].value` is not JSON"),
+        ({"messages": [CALL_SWIFT | {"content": "f(1)"}]}, "`messages[0].content` is not JSON (Expecting value at col"),
+        ({"messages": [CALL_SWIFT | {"content": "[]"}]}, "`messages[0].content` is str '[]': a call is JSON of {name,"),
+        ({"messages": [CALL_SWIFT | {"content": '{"x": 1}'}]}, "`messages[0].content` is str '{\"x\": 1}': a call is"),
+        ({"messages": [user("q"), CALL_SWIFT | {"content": None}]}, "`messages[1].content` is NoneType None: a call"),
+        ({"messages": [CALL_SWIFT, RESULT_SWIFT | {"content": {"a": 1}}]}, "`messages[1].content`, the result of a"),
+        ({"messages": [assistant("t", loss=False), CALL_SWIFT]}, "give both the same loss"),
+        ({"messages": [CALL_SWIFT | {"loss": True}, CALL_SWIFT | {"loss": False}]}, "give both the same loss"),
         ({"messages": SKY, "functions": [{}], "tools": [{}]}, "the row has `functions` and `tools`"),
         ({"messages": SKY, "functions": "f"}, "`functions` must be a list of JSON schemas"),
         ({"messages": [system("s"), *SKY], "system": "t"}, "a column `system` and a system message in `messages`"),
@@ -221,6 +238,29 @@ def test_the_page_of_formats_has_every_form_and_kind():
     assert shown == {*BY_NAME, "messages", "prompt + completion", "text"}
     for kind in KINDS:
         assert f"`{'`, `'.join(kind.suffixes)}`" in page
+
+
+def test_the_page_of_formats_has_calls_as_ms_swift_writes_them():
+    """The row of the page, and by hand the conversation that it is."""
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    (given,) = json.loads(page.partition("<!-- file: calls.json -->\n```json\n")[2].partition("```")[0])
+    row = recognised(given, "r:1", PLAIN)
+    assert row.form == "messages with tool_call"
+    assert row.values["messages"] == [
+        user("How is the air in Rome and in Oslo?"),
+        assistant("I look both up.", tool_calls=[
+            {"type": "function", "function": {"name": "aqi", "arguments": {"city": "Rome"}}},
+            {"type": "function", "function": {"name": "aqi", "arguments": {"city": "Oslo"}}},
+        ]),
+        {"role": "tool", "content": '{"aqi": 72}'},
+        {"role": "tool", "content": '{"aqi": 10}'},
+        assistant("Oslo's is better."),
+    ]  # fmt: skip
+    assert mapping_lines("data.train", ["messages", row.form], PLAIN) == [
+        "data.train: messages with tool_call: tool_call -> tool_calls of the assistant, tool_response -> tool"
+    ]
+    asked = recognised({"messages": given["messages"][:-1]}, "r:1", PLAIN, prompts=True)
+    assert (asked.form, asked.values["messages"]) == (row.form, row.values["messages"][:-1])
 
 
 def test_the_table_has_one_form_for_a_set_of_columns():

@@ -9,6 +9,7 @@ import yaml
 
 from isoloss.engine.config.parse import build, defaults, known_keys
 from isoloss.engine.config.schema import Config
+from isoloss.engine.data.columns import recognised
 from isoloss.engine.rl.config import RLConfig
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.migrate import __main__ as command
@@ -38,6 +39,7 @@ BOTH = {
 SLIME_GRPO = FULL | {
     "data.train": "[/root/dapo-math-17k/dapo-math-17k.jsonl]",
     "data.eval": "[/root/aime-2024/aime-2024.jsonl]",
+    "data.columns": "{prompt:prompt,answer:label}",
     "data.max_length": "10240",  # 8192 and our guess of 2048 for the prompt
     "loss.aggregation": "seq-mean-token-mean",
     "loss.count_fully_masked": "true",
@@ -502,14 +504,12 @@ def test_an_unknown_key_is_told_before_a_change():
         ("trl", ["learning_rate=1e-5", "warmup_ratio=0.1", "num_train_epochs=2"],
          "warmup_ratio=0.1: a share of steps whose number is in the data: optim.warmup_steps is it x "
          "num_train_epochs=2 x rows / 8"),
-        ("trl", [*TRL_SIZES, "dataset_prompt_column=problem"], "dataset_prompt_column=problem: rows must have"),
         ("trl", [*TRL_SIZES, "reward_funcs=[accuracy,format,tag_count]"],
          "accuracy, format, tag_count of your own code: reward.function=[file.py:function"),
         ("trl", [*TRL_SIZES, "reward_funcs=math"], "math of your own code"),
         ("trl", [*TRL_SIZES, "reward_funcs=[accuracy_reward,exact_match]"], "exact_match of your own code"),
-        ("slime", [*SLIME_SIZES, "--label-key", "label"], "--label-key=label: rows must have"),
-        ("slime", [*SLIME_SIZES, "--input-key", "problem"], "--input-key=problem: rows must have"),
-        ("verl", [*GRPO, "data.prompt_key=question"], "data.prompt_key=question: rows must have"),
+        ("slime", [*SLIME_SIZES, "--input-key", "problem", "--eval-input-key", "q"],
+         "--eval-input-key=q: data.columns holds for data.eval too"),
         ("verl", [*GRPO, f"{ACTOR}optim.lr_warmup_steps_ratio=0.1"], "optim.warmup_steps is it x trainer.total_epochs"),
     ],
 )  # fmt: skip
@@ -519,6 +519,62 @@ def test_what_only_the_data_or_the_user_knows_is_to_be_given(trainer, words, say
     keys = {line.partition("=")[0] for line in result.lines}
     if "reward_funcs" in words[-1]:
         assert not keys & {"reward.function", "reward.weights"}
+
+
+QUESTION, REPLY = {"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}
+SLIME_SFT = ["--rollout-batch-size", "8", "--global-batch-size", "8", "--loss-type", "sft_loss"]
+VERL_SFT = ["data.train_batch_size=8"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words", "columns", "row", "read"),
+    [
+        ("slime", [*SLIME_SIZES, "--input-key", "prompt", "--label-key", "label"], "{prompt:prompt,answer:label}",
+         {"prompt": [QUESTION], "label": "2", "answer": "of no use"}, {"prompt": [QUESTION], "answer": "2"}),
+        ("slime", [*SLIME_SIZES, "--input-key", "q", "--tool-key", "t"], "{prompt:q,tools:t}",
+         {"q": [QUESTION], "t": [{}], "prompt": "of no use"}, {"prompt": [QUESTION], "tools": [{}]}),
+        ("slime", [*SLIME_SIZES, "--prompt-data", "a.jsonl"], "{prompt:input}",  # slime's default
+         {"input": [QUESTION], "instruction": ""}, {"prompt": [QUESTION]}),
+        ("slime", [*SLIME_SIZES, "--input-key", "prompt"], None, {"prompt": [QUESTION]}, {"prompt": [QUESTION]}),
+        ("slime", SLIME_SIZES, None, {"prompt": [QUESTION]}, {"prompt": [QUESTION]}),
+        ("slime", [*SLIME_SFT, "--input-key", "talk", "--label-key", "label"], "{messages:talk}",
+         {"talk": [QUESTION, REPLY], "text": "of no use"}, {"messages": [QUESTION, REPLY]}),
+        ("verl", [*GRPO, "data.prompt_key=question"], "{prompt:question}",
+         {"question": [QUESTION], "reward_model": {"ground_truth": "2"}}, {"prompt": [QUESTION]}),
+        ("verl", [*GRPO, "data.reward_fn_key=from"], "{prompt:prompt,data_source:from}",
+         {"prompt": [QUESTION], "from": "gsm8k"}, {"prompt": [QUESTION], "data_source": "gsm8k"}),
+        ("verl", [*GRPO, "data.prompt_key=prompt", "data.reward_fn_key=data_source"], None, {"prompt": [QUESTION]},
+         {"prompt": [QUESTION]}),
+        ("verl", [*VERL_SFT, "data.messages_key=talk", "data.tools_key=t"], "{messages:talk,tools:t}",
+         {"talk": [QUESTION, REPLY], "t": [{}]}, {"messages": [QUESTION, REPLY], "tools": [{}]}),
+        ("verl", [*VERL_SFT, "data.multiturn.enable=true", "data.multiturn.messages_key=talk"], "{messages:talk}",
+         {"talk": [QUESTION, REPLY]}, {"messages": [QUESTION, REPLY]}),
+        # As verl's examples/sft/gsm8k/run_gemma_2b.sh reads the rows of its gsm8k.py.
+        ("verl", [*VERL_SFT, "data.prompt_key=extra_info", "data.response_key=extra_info",
+                  "data.prompt_dict_keys=['question']", "+data.response_dict_keys=['answer']"],
+         "{question:extra_info.question,answer:extra_info.answer}",
+         {"prompt": [], "extra_info": {"question": "1 + 1?", "answer": "2"}}, {"messages": [QUESTION, REPLY]}),
+        ("verl", [*VERL_SFT, "data.response_key=response"], "{question:question,answer:response}",
+         {"question": "1 + 1?", "response": "2"}, {"messages": [QUESTION, REPLY]}),
+        # open-r1, whose text is a turn of the user also where its column is called `prompt`.
+        ("trl", [*TRL_SIZES, "dataset_prompt_column=problem"], "{question:problem}",
+         {"problem": "1 + 1?", "solution": "2"}, {"prompt": [QUESTION]}),
+        ("trl", [*TRL_SIZES, "dataset_prompt_column=prompt", "system_prompt=Think."], "{question:prompt}",
+         {"prompt": "1 + 1?"}, {"prompt": [{"role": "system", "content": "Think."}, QUESTION]}),
+        ("trl", ["learning_rate=1e-5", "dataset_text_field=content"], "{text:content}", {"content": "a", "text": "b"},
+         {"text": "a"}),
+        ("trl", ["learning_rate=1e-5", "dataset_text_field=text", "system_prompt=x"], None, {"text": "b"},
+         {"text": "b"}),
+    ],
+)  # fmt: skip
+def test_columns_are_named_and_a_row_is_read_as_its_trainer_reads_it(trainer, words, columns, row, read):
+    result = migrated(trainer, None, *words)
+    assert dict(line.split("=", 1) for line in result.lines).get("data.columns") == columns
+    assert not result.account.unknown and not result.account.give
+    kind = Config if result.recipe == "sft" else RLConfig
+    config = compose_config(result.recipe, kind, ["preset=plain", "model.path=m", *result.lines])[0]
+    values = recognised(row, "r:1", config.data, result.recipe != "sft").values
+    assert {name: values[name] for name in read} == read
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from fractions import Fraction
 from importlib.resources import files
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +14,14 @@ from support.runs.runs import write_rows
 
 from isoloss.engine.config.data_config import WeightedFile
 from isoloss.engine.config.parse import build
-from isoloss.engine.config.schema import Config, DataConfig, ModelConfig, TrainConfig
+from isoloss.engine.config.schema import BatchConfig, Config, DataConfig, ModelConfig, TrainConfig
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.dataset import draw_indices, load_dataset, step_indices
 from isoloss.engine.data.mixture import Mixture, content
-from isoloss.engine.rl.config import RLConfig, RLDataConfig
-from isoloss.engine.rl.prompts import load_prompts
+from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RLDataConfig
+from isoloss.engine.rl.prompts import PromptSet, load_prompts
+from isoloss.engine.rl.report import banner
+from isoloss.engine.rl.trajectory import Prompt
 from isoloss.parallel.runtime.errors import UserError
 from isoloss.recipes.launch import RECIPES, compose_config
 
@@ -133,6 +137,21 @@ def test_what_the_banner_tells():
     assert mixture([60, 5], [3, 1]).lines(100, "row") == [
         "mixture: 0.jsonl: 60 rows, weight 3, 75.00% of the rows drawn, 75 in this run: 1.25 epochs",
         "mixture: 1.jsonl: 5 rows, weight 1, 25.00% of the rows drawn, 25 in this run: 5.00 epochs",
+    ]
+
+
+@pytest.mark.parametrize(("dynamic", "bound"), [(False, ""), (True, "at least ")])
+def test_the_banner_of_reinforcement_learning_counts_prompts_of_batches(one_rank, dynamic, bound):
+    """Ten steps are five batches of eight prompts. Dynamic sampling draws more where it drops groups."""
+    algorithm = AlgorithmConfig(minibatches=2, dynamic_sampling=dynamic)
+    config = RLConfig(ModelConfig("m"), data=RLDataConfig(("p",)), batch=BatchConfig(8), algorithm=algorithm)
+    prompts = PromptSet((Prompt("p:1", (1,), "a", None, "p"),), mixture=mixture([60, 5], [3, 1]))
+    rejects = SimpleNamespace(lines=lambda _: [])
+    data: Any = SimpleNamespace(train=prompts, eval=None, rejects=lambda _: rejects)
+    run: Any = SimpleNamespace(output_dir="here", total_steps=10, banner=lambda weights, lines, work: lines)
+    assert [line.partition("drawn, ")[2] for line in banner(config, data, run) if line.startswith("mixture")] == [
+        f"{bound}30 in this run: 0.50 epochs",
+        f"{bound}10 in this run: 2.00 epochs",
     ]
 
 

@@ -17,6 +17,7 @@ from isoloss.parallel import UserError
 from isoloss.parallel.runtime import device
 from isoloss.recipes.launch import compose_config
 
+pytestmark = pytest.mark.xdist_group("counting")  # one process counts for all of it, and keeps the counts
 SIZES = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4, "vocab_size": 4096, "head_dim": 64}
 
 

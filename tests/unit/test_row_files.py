@@ -13,12 +13,14 @@ from support.runs.foreign_rows import SKY, TALKS, save, write_file
 from support.runs.runs import TINY, write_rows
 
 from isoloss.engine.config.data_config import DataConfig, WeightedFile
+from isoloss.engine.data import dataset
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.dataset import load_dataset
 from isoloss.engine.data.files import json_files, opening, sources
 from isoloss.engine.data.files.kinds import KINDS
 from isoloss.engine.data.files.sources import files_of
 from isoloss.engine.data.rows import count_rows, unread_rows
+from isoloss.engine.rl import prompts
 from isoloss.engine.rl.prompts import load_prompts
 from isoloss.parallel.runtime.errors import UserError
 
@@ -188,8 +190,29 @@ def test_a_folder_has_one_weight(tmp_path):
     data = DataConfig(train=named)
     tokens = load_dataset(data, "train", str(TINY), vocab_size=2048, cache_dir=tmp_path / "cache")
     assert tokens.mixture is not None and tokens.mixture.sizes == (5, 1) and len(tokens.paths) == 3
-    prompts = load_prompts(data, "train", load_tokenizer(str(TINY), 2048), max_prompt_tokens=512)
-    assert prompts.mixture is not None and prompts.mixture.sizes == (5, 1)
+    asked = load_prompts(data, "train", load_tokenizer(str(TINY), 2048), max_prompt_tokens=512)
+    assert asked.mixture is not None and asked.mixture.sizes == (5, 1)
+
+
+@pytest.mark.parametrize(("module", "step"), [(dataset, "cache_key"), (prompts, "check_template_kwargs")])
+def test_a_file_that_comes_while_rows_are_read_moves_no_row_to_another_source(module, step, tmp_path, monkeypatch):
+    """It stands before the others, and belongs to the next run."""
+    (tmp_path / "parts").mkdir()
+    for name, rows in (("parts/b.jsonl", ROWS[:2]), ("one.jsonl", ROWS[5:6])):
+        write_rows(tmp_path / name, rows)
+    data = DataConfig(train=(WeightedFile(f"{tmp_path}/parts/*", 3.0), WeightedFile(f"{tmp_path}/one.jsonl", 1.0)))
+    then = getattr(module, step)
+
+    def first_a_file(*args, **options):
+        write_rows(tmp_path / "parts" / "a.jsonl", ROWS[2:5])
+        return then(*args, **options)
+
+    monkeypatch.setattr(module, step, first_a_file)
+    if module is dataset:
+        mixture = load_dataset(data, "train", str(TINY), vocab_size=2048, cache_dir=tmp_path / "cache").mixture
+    else:
+        mixture = load_prompts(data, "train", load_tokenizer(str(TINY), 2048), max_prompt_tokens=512).mixture
+    assert mixture is not None and mixture.sizes == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -97,10 +97,16 @@ def test_what_is_not_refused_megatron_builds(model, models, monkeypatch):
     )  # refused for nothing missing
     arch = read_architecture(models / model)
     refused = 0
-    for text, stages, memory in itertools.product(LAYOUTS, STAGES, MEMORY):
-        layout = Layout.parse(text)
-        model = ModelConfig("anywhere", transformer_engine=True)
-        config = Config(model, parallel=ParallelConfig(stage_layers=stages), memory=memory)
+    configs = [
+        Config(
+            ModelConfig("anywhere", transformer_engine=True),
+            parallel=ParallelConfig(stage_layers=stages),
+            memory=memory,
+        )
+        for stages, memory in itertools.product(STAGES, MEMORY)
+    ]
+    for layout, config in itertools.product(map(Layout.parse, LAYOUTS), configs):
+        stages, memory = config.parallel.stage_layers, config.memory
         try:
             rules.check(config, arch, layout)
         except UserError:

@@ -23,6 +23,7 @@ from isoloss.tools.plan.hardware import GPUS
 from isoloss.tools.plan.search import layouts, search, timed
 from isoloss.tools.plan.tables import search_table
 
+pytestmark = pytest.mark.xdist_group("counting")  # one process counts for all of it, and keeps the counts
 H100 = GPUS["h100"]
 KEYS = ["train.precision=bf16", "data.max_length=8192", "batch.max_tokens=8192", "batch.global_size=128"]
 

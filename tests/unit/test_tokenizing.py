@@ -44,8 +44,8 @@ def several(small, monkeypatch):
     monkeypatch.setattr(tokenizing, "ALONE_SECONDS", -1.0)
 
 
-def load(tmp_path, *paths, cache="cache", **options):
-    data = DataConfig(**{"train": tuple(map(str, paths)), "max_length": 512} | options)
+def load(tmp_path, *paths, cache="cache", kind=DataConfig, **options):
+    data = kind(**{"train": tuple(map(str, paths)), "max_length": 512} | options)
     return load_dataset(data, "train", TINY, vocab_size=2048, cache_dir=tmp_path / cache)
 
 
@@ -73,11 +73,12 @@ def same_as_by_hand(found, paths):
 
 
 def test_processes_give_what_one_gives(tmp_path, several, monkeypatch):
-    """Two files with bad and blank lines, the number of rows no multiple of a shard's."""
+    """Two files with bad and blank lines, the number of rows no multiple of a shard's. The processes take the keys of a
+    recipe of reinforcement learning, which has more: `isoloss-prove` tokenizes rows with them."""
     lines: list = [row(number) for number in range(61)]
     lines[3], lines[40], lines[50] = {"words": 1}, "{", {"prompt": "a", "completion": ""}
     paths = write_rows(tmp_path / "a.jsonl", [*lines[:29], ""]), write_rows(tmp_path / "b.jsonl", lines[29:])
-    found = load(tmp_path, *paths, max_rejects=3)
+    found = load(tmp_path, *paths, kind=RLDataConfig, duplicates="drop", max_rejects=3)
     same_as_by_hand(found, paths)
     assert [(each.file, each.number) for each in found.rejects] == [(0, 4), (1, 12), (1, 22)]
     with monkeypatch.context() as patch:
@@ -87,13 +88,6 @@ def test_processes_give_what_one_gives(tmp_path, several, monkeypatch):
         assert getattr(found, name) == getattr(alone, name)
     assert list(found.stats.forms) == list(alone.stats.forms) and found.unused == ("id", "by")
     assert len(list((tmp_path / "cache").iterdir())) == 1
-
-
-def test_processes_take_the_keys_of_reinforcement_learning(tmp_path, several):
-    """A recipe of reinforcement learning has more keys of data; `isoloss-prove` tokenizes rows with them."""
-    path = write_rows(tmp_path / "a.jsonl", [row(number) for number in range(20)])
-    data = RLDataConfig(train=(str(path),), max_length=512, duplicates="drop")
-    same_as_by_hand(load_dataset(data, "train", TINY, vocab_size=2048, cache_dir=tmp_path / "cache"), [path])
 
 
 def test_the_first_bad_row_is_named_whichever_process_finds_one(tmp_path, several, monkeypatch):

@@ -15,6 +15,7 @@ from isoloss.tools.migrate.settings import UNSET, Settings
 from isoloss.tools.migrate.table import NO_DISTILLATION, Recipe, Source
 
 UNQUOTED = re.compile(r"[A-Za-z_./@+][\w./@+:-]*")
+MAPPINGS = ("data.template_kwargs", "data.columns")
 
 
 @dataclass(frozen=True)
@@ -166,11 +167,11 @@ def _refusal(source: Source, outcome: Account, error: UserError) -> UserError:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return values by dotted keys. A mapping that is the value of a key stays one."""
+    """Return values by dotted keys. A mapping that is the value of a key of MAPPINGS stays one."""
     values = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key != "data.template_kwargs":
+        if isinstance(value, Mapping) and key not in MAPPINGS:
             values |= flat(value, f"{key}.")
         else:
             values[key] = value

@@ -126,6 +126,13 @@ class Settings:
     def cuts_vocabulary(self, top_p_key: str, top_k_key: str) -> bool:
         return self.number(top_p_key) != 1 or self.integer(top_k_key) not in (-1, 0)
 
+    def columns(self, **theirs: Any) -> Any:
+        """Return data.columns, from the trainer's column by isoloss's name; nothing where all names are isoloss's.
+
+        Of a mapping isoloss takes the columns of a row's form from nowhere else, so that it names all of them.
+        """
+        return UNSET if all(ours == column for ours, column in theirs.items()) else theirs
+
     def refusal(self, key: str, hint: str) -> UserError:
         return UserError(f"{self.trainer}: {key}={self._raw(key)!r} {hint}")
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from isoloss.tools.migrate import reading
+from isoloss.tools.migrate import columns, reading
 from isoloss.tools.migrate.settings import UNSET, Settings
 from isoloss.tools.migrate.table import Recipe, Source, load
 
@@ -205,4 +205,4 @@ def averages_sequences(s: Settings) -> bool:
     return aggregation(s) == "seq-mean-token-mean"
 
 
-SLIME = load("slime", globals())
+SLIME = load("slime", vars(columns) | globals())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from isoloss.parallel import UserError
-from isoloss.tools.migrate import reading
+from isoloss.tools.migrate import columns, reading
 from isoloss.tools.migrate.releases import Sizes
 from isoloss.tools.migrate.settings import SCHEDULES, UNSET, Settings
 from isoloss.tools.migrate.table import Source, load
@@ -311,4 +311,4 @@ def sizes(s: Settings) -> Sizes:
     return Sizes(ranks, s.integer("gradient_accumulation_steps"), window(s) if ranks else None, minibatches(s))
 
 
-SFT, GRPO = load("trl_sft", globals()), load("trl_grpo", globals())
+SFT, GRPO = load("trl_sft", vars(columns) | globals()), load("trl_grpo", vars(columns) | globals())

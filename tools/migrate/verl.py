@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from isoloss.tools.migrate import reading
+from isoloss.tools.migrate import columns, reading
 from isoloss.tools.migrate.denominator import MODES
 from isoloss.tools.migrate.releases import Sizes
 from isoloss.tools.migrate.settings import UNSET, Settings
@@ -297,4 +297,4 @@ def sizes(s: Settings) -> Sizes:
     return Sizes(ranks, count, sequences)
 
 
-SFT, RL = load("verl_sft", globals()), load("verl_rl", globals())
+SFT, RL = load("verl_sft", vars(columns) | globals()), load("verl_rl", vars(columns) | globals())

@@ -24,20 +24,23 @@ def files_of(names: Sequence[str], key: str) -> tuple[str, ...]:
 
     key: such as "data.train". Raises UserError for a name without a file that can be read.
     """
-    paths = named_files(names, key)
+    return files_and_sources(names, key)[0]
+
+
+def files_and_sources(names: Sequence[str], key: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return what `files_of` returns, and for each file the index in `names` of the name that it is of.
+
+    Both from one look: a second one might find a file that was written meanwhile.
+    """
+    found = [(path, source) for source, name in enumerate(names) for path in _files(name, key)]
+    paths = tuple(path for path, _ in found)
     check_paths(paths, key)
-    return paths
+    return paths, tuple(source for _, source in found)
 
 
 def named_files(names: Sequence[str], key: str) -> tuple[str, ...]:
     """Return what `files_of` returns, without a look at the files that are named one by one."""
     return tuple(path for name in names for path in _files(name, key))
-
-
-def sources_of(names: Sequence[str], key: str) -> dict[int, int]:
-    """Return for each file of `files_of` the index in `names` of the name that it is of."""
-    sources = [index for index, name in enumerate(names) for _ in _files(name, key)]
-    return dict(enumerate(sources))
 
 
 def _files(name: str, key: str) -> Iterable[str]:

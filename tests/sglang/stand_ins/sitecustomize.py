@@ -7,8 +7,11 @@ triton, torchvision: inert: decorators give the function back, types can be subc
     PyPI has no CPU build of either.
 sgl_kernel: raises when a kernel is called. SGLang's own PyTorch code must then be what runs, never a silent nothing.
     OPERATORS are those that a module of SGLang looks up when it is imported.
+
+SGLang's own processes are forks of the one that was started.
 """
 
+import multiprocessing
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -129,3 +132,11 @@ triton = sys.modules["triton"] = _Inert("triton")
 triton.__version__ = "3.0.0"
 triton.cdiv = lambda a, b: -(a // -b)
 triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length() if n > 0 else 1
+
+
+def _set_start_method(method: str | None, force: bool = False) -> None:
+    """SGLang asks for "spawn", as forks cannot have CUDA: each of its processes imports it again, seven CPU seconds."""
+    _set("fork" if method == "spawn" else method, force)
+
+
+_set, multiprocessing.set_start_method = multiprocessing.set_start_method, _set_start_method

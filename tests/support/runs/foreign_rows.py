@@ -50,6 +50,10 @@ CALLED = [
     {"role": "tool", "content": "15 degrees"},
     assistant("It is mild."),
 ]
+# As `Agent-support.md` of ms-swift has them.
+CALL_SWIFT = {"role": "tool_call", "content": '{"name": "realtime_aqi", "arguments": {"city": "Beijing"}}'}
+RESULT_SWIFT = {"role": "tool_response", "content": '{"city": "Beijing", "aqi": "10", "unit": "celsius"}'}
+AQI = {"type": "function", "function": {"name": "realtime_aqi", "arguments": {"city": "Beijing"}}}
 # name -> (the row, the columns of a row of isoloss that says the same, the name of its form in the banner)
 SFT: dict[str, tuple[dict, dict, str]] = {
     "TRL language modeling": ({"text": "The sky is blue."}, {"text": "The sky is blue."}, "text"),
@@ -131,6 +135,23 @@ SFT: dict[str, tuple[dict, dict, str]] = {
          "functions": [WEATHER]},
         {"messages": CALLED, "tools": TOOLS},
         "messages",
+    ),
+    "ms-swift agent": (
+        {"tools": json.dumps(TOOLS), "messages": [user("Beijing?"), CALL_SWIFT, CALL_SWIFT, RESULT_SWIFT, RESULT_SWIFT,
+                                                  assistant("It is 10.")]},
+        {"tools": TOOLS, "messages": [
+            user("Beijing?"), {"role": "assistant", "tool_calls": [AQI, AQI]},
+            {"role": "tool", "content": RESULT_SWIFT["content"]}, {"role": "tool", "content": RESULT_SWIFT["content"]},
+            assistant("It is 10.")]},
+        "messages with tool_call",
+    ),
+    "ms-swift agent, after a thought and not learned": (
+        {"messages": [user("Beijing?"), assistant("<think>\nhm\n</think>\n", loss=False), CALL_SWIFT | {"loss": False},
+                      RESULT_SWIFT, CALL_SWIFT, {"role": "tool", "content": "15 degrees"}, assistant("It is mild.")]},
+        {"messages": [user("Beijing?"), assistant("<think>\nhm\n</think>\n", loss=False, tool_calls=[AQI]),
+                      {"role": "tool", "content": RESULT_SWIFT["content"]}, {"role": "assistant", "tool_calls": [AQI]},
+                      {"role": "tool", "content": "15 degrees"}, assistant("It is mild.")]},
+        "messages with tool_call",
     ),
     "GSM8K": (
         {"question": "Janet has 2 eggs and sells 1.", "answer": "2 - 1 = <<2-1=1>>1\n#### 1"},

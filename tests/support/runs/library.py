@@ -1,5 +1,6 @@
 """Whole runs as a program calls them; runs on every rank."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -72,7 +73,13 @@ def sft_runs(folder: Path, work: Path) -> dict[str, Any]:
     files = {"train": str(folder / "rows.jsonl"), "eval": str(folder / "rows.jsonl")}
     rows = load_rows(files["train"])
     given = {"train": iter(rows), "eval": (*rows,)}
-    ended = Callbacks(on_step_end=lambda step, metrics: step == 2)
+    collects: list[bool] = []
+
+    def on_step_end(step: int, metrics: dict) -> bool:
+        collects.append(gc.isenabled())
+        return step == 2
+
+    ended = Callbacks(on_step_end=on_step_end)
     resumed = CheckpointConfig(export_hf=False, resume=True)
     again = replace(sft_config(folder, f"{work}/ended"), checkpoint=resumed)
     stopped = train_sft(sft_config(folder, f"{work}/ended"), train=rows, eval=rows, callbacks=ended)
@@ -81,6 +88,7 @@ def sft_runs(folder: Path, work: Path) -> dict[str, Any]:
         "memory": numbers(train_sft(sft_config(folder, f"{work}/memory"), **given)),
         "loss": numbers(train_sft(sft_config(folder, f"{work}/loss"), train=rows, eval=rows, loss=minus_logprob)),
         "stopped": (stopped.stopped, len(stopped.metrics), [row["step"] for row in stopped.evaluations]),
+        "collects": [*collects, gc.isenabled()],
         "other rows": message(lambda: train_sft(again, train=rows[1:], eval=rows)),
         "resumed": numbers(train_sft(again, train=rows, eval=rows)),
     }

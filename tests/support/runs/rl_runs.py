@@ -62,6 +62,7 @@ def overrides_of(inputs: Path, out: Path | str) -> list[str]:
         "optim.lr=1e-2",
         "optim.schedule=constant",
         "train.steps=3",
+        "train.gc_every=0",  # as in fixtures.py of support.suite
         "rollout.num_generations=4",
         "rollout.max_new_tokens=12",
         "rollout.concurrency=16",
@@ -72,7 +73,7 @@ def overrides_of(inputs: Path, out: Path | str) -> list[str]:
     ]
 
 
-def config_of(inputs: Path, out: Path, layout: str = "1", *overrides: str, precision: str = "fp32") -> RLConfig:
+def config_of(inputs: Path, out: Path | str, layout: str = "1", *overrides: str, precision: str = "fp32") -> RLConfig:
     config = compose_config("grpo", RLConfig, [*overrides_of(inputs, out), *overrides])[0]
     config = on_layout(config, Layout.parse(layout), precision)
     return replace(config, parallel=replace(config.parallel, distributed_optimizer=None))  # as the recipe has it

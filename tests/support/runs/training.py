@@ -98,6 +98,20 @@ def train(
     return kept
 
 
+def train_and_list(config: Config, **accident: int) -> list[list[str]]:
+    """`train`, and for each of its optimizer steps the ids of the samples."""
+    steps: list[list[str]] = []
+    step = Engine.train_step
+
+    def listing(self, samples, *rest):
+        steps.append([sample.id for sample in samples])
+        return step(self, samples, *rest)
+
+    with mock.patch.object(Engine, "train_step", listing):
+        train(config, **accident)
+    return steps
+
+
 def train_at(config: Config, peak: float) -> None:
     """The recipe, on devices that are said to have so many FLOPs a second."""
     with mock.patch.object(run, "peak_flops", lambda device: peak):

@@ -82,8 +82,10 @@ class Durations:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo):
         report = yield
-        spent = cpu_seconds()
-        report.cpu, self._spent = max(0.0, spent - self._spent), spent
+        report.cpu = 0.0
+        if report.when == "teardown":  # once a test, as it looks at every process of the machine
+            spent = cpu_seconds()
+            report.cpu, self._spent = max(0.0, spent - self._spent), spent
         report.group = "".join(f"@{mark.args[0]}" for mark in item.iter_markers("xdist_group"))
         report.verb = verb_of(item)
         if report.when == "teardown" and time.monotonic() - self._calibrated >= calibration.EVERY:

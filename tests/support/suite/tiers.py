@@ -15,8 +15,10 @@ TESTS = Path(__file__).parents[2]
 
 # Fixtures that are made once a session at great cost, and the group of those who use one: it goes to one worker.
 SHARED = {"sorter": "sorter", "te_pool": "te_pool", "service": "servers", "model_folder": "servers"}
-# What is made once a file: ranks, whose references are kept a file, and whole runs and conversions.
-ONCE_A_FILE = {"pool", "killed", "pairs", "plain", "run", "undisturbed", "outcomes", "reports", "planned", "refusals"}
+# What is made once a file: ranks, whose references are kept a file, whole runs and conversions, and an installation.
+ONCE_A_FILE = {
+    "pool", "killed", "pairs", "plain", "run", "undisturbed", "outcomes", "reports", "planned", "refusals", "installed",
+}  # fmt: skip
 # Of tests that `make test-all` leaves out.
 ELSEWHERE = ("slow", "sglang", "docs", "gpu")
 
