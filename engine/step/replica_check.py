@@ -19,12 +19,11 @@ class DivergedError(RuntimeError):
     """Ranks hold different weights that should be the same."""
 
 
-def check_replicas(
-    model: Model, world: dist.ProcessGroup, after: str, adapter: Sequence[LocalWeight] = ()
-) -> None:
+def check_replicas(model: Model, world: dist.ProcessGroup, after: str, adapter: Sequence[LocalWeight] = ()) -> None:
     """Raise DivergedError, on every rank, where this rank's weights differ from those of its replicas.
 
-    adapter: weights of an adapter, checked too. world: a group of all ranks, on the host. after: the last step, for the message.
+    world: a group of all ranks, on the host. after: the last step, for the message.
+    adapter: weights of an adapter, which are compared as well.
     One pass over the weights. Collectives: an all-gather of 8 bytes a weight over dp x context, expert_dp, tp and etp,
     where these have several ranks, and one of objects over the world.
     """

@@ -80,7 +80,7 @@ class AdaptedProduct(torch.autograd.Function):
 def _gathered(x: Tensor, group: dist.ProcessGroup, *, wait: bool = True) -> tuple[Tensor, Any]:
     """Return the slices of all ranks, and the collective that brings them unless it was waited for."""
     whole = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-    work = dist.all_gather_into_tensor(whole, x.contiguous(), group=group, async_op=True)
+    work: Any = dist.all_gather_into_tensor(whole, x.contiguous(), group=group, async_op=True)
     if wait:
         work.wait()
     return whole, work

@@ -1,4 +1,4 @@
-"""Adapters on tiny models: what an engine makes of them, and the same merged into the weights of transformers' model."""
+"""Adapters on tiny models: steps of an engine, and the same adapters merged into the weights of a folder."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from support.models.transformers_parity import TOKEN_MEAN
 from torch import Tensor
 
 from isoloss.engine.batching.sample import Sample
@@ -23,9 +23,11 @@ from isoloss.engine.config.schema import (
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.model_source import resolve
 from isoloss.engine.step.optimizer import global_grad_norm
+from isoloss.engine.step.replica_check import DivergedError
 from isoloss.models.lora.config import LoraConfig
 from isoloss.models.lora.factors import adapter_map
 from isoloss.models.lora.initial import InitialFactors
+from support.models.transformers_parity import TOKEN_MEAN
 
 LORA = LoraConfig(rank=3, alpha=5.0, seed=1)
 
@@ -146,3 +148,43 @@ def gradients_of_factors(
             found[f"{module}.lora_A.weight{end}"] = scale * b.T @ gradient
             found[f"{module}.lora_B.weight{end}"] = scale * gradient @ a.T
     return found
+
+
+def step_of(folder: Path, samples: Sequence[Sample], options: Mapping[str, Any]) -> Step:
+    return step(folder, samples, **options)
+
+
+def recomputed(folder: Path, samples: Sequence[Sample], layout: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Gradients of this rank with and without full recomputation."""
+    kept = step(folder, samples, **layout).gradients
+    again = step(folder, samples, memory={"recompute": "full"}, **layout).gradients
+    return {name: (tensor, again[name]) for name, tensor in kept.items()}
+
+
+def with_a_flipped_factor(folder: Path, layout: Mapping[str, Any]) -> str:
+    """The error of a check after one rank's copy of a factor has changed by one bit."""
+    engine = make_engine(folder, **layout)
+    world = dist.new_group(backend="gloo")
+    engine.check_replicas(world, "before anything")
+    copies = (each for each in engine.trained.adapter.owned() if each.weight.name.endswith("linear_qkv.lora_A"))
+    bits = next(copies).parameter.data.view(torch.int64)
+    bits[0, 0] ^= dist.get_rank()
+    try:
+        engine.check_replicas(world, "after step 1")
+    except DivergedError as error:
+        return str(error)
+    return "nothing"
+
+
+def by_hand(arch, rank: int = LORA.rank) -> int:
+    """Numbers of the factors of a dense model: r (in + out) of each of its seven projections."""
+    attention, mlp = arch.layers[0].attention, arch.layers[0].mlp
+    queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    shapes = [
+        (arch.hidden_size, queries),
+        (arch.hidden_size, keys),
+        (arch.hidden_size, keys),
+        (queries, arch.hidden_size),
+    ]
+    shapes += [(arch.hidden_size, mlp.width)] * 2 + [(mlp.width, arch.hidden_size)]
+    return arch.num_layers * sum(rank * (inputs + outputs) for inputs, outputs in shapes)
