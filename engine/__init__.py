@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         CheckpointConfig,
         Config,
         DataConfig,
+        LoraConfig,
         LossConfig,
         MemoryConfig,
         ModelConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "DataConfig",
     "Engine",
     "Limits",
+    "LoraConfig",
     "Loss",
     "LossConfig",
     "MemoryConfig",
@@ -85,8 +87,8 @@ __all__ = [
 _MODULES = {
     "batching.sample": "Sample",
     "config.schema": (
-        "BatchConfig CheckpointConfig Config DataConfig LossConfig MemoryConfig ModelConfig MoeConfig OptimConfig "
-        "ParallelConfig TrainConfig"
+        "BatchConfig CheckpointConfig Config DataConfig LoraConfig LossConfig MemoryConfig ModelConfig MoeConfig "
+        "OptimConfig ParallelConfig TrainConfig"
     ),
     "data.chat": "load_tokenizer",
     "data.dataset": "draw_indices load_dataset step_indices",

@@ -263,7 +263,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         # The formulas below are gradients by the divided logits; this division makes them gradients by the logits.
         grad_logprob_N, grad_entropy_N = grad_logprob_N / temperature, grad_entropy_N / temperature
         grad_hidden = torch.zeros_like(hidden_ND)
-        grad_weight = WeightGradient(weight_VD, ctx.columns, ctx.main_grad, lse_N.dtype)
+        trained = ctx.needs_input_grad[1]
+        grad_weight = WeightGradient(weight_VD, ctx.columns, ctx.main_grad, lse_N.dtype) if trained else None
         grad_own_N, row_M = grad_logprob_N.where(own_N, 0.0), torch.arange(min(ctx.chunk, n), device=column_N.device)
         buffer_MV = None if kept is not None else _logits_buffer(hidden_ND, min(ctx.chunk, n), ctx.columns)
         for start in range(0, n if ctx.columns else 0, ctx.chunk):
@@ -288,6 +289,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 grad_MV[target] += grad_own_M
                 low_MV = grad_MV.to(hidden_ND.dtype)
             product(low_MV, weight, grad_hidden[rows])
-            grad_weight.add(low_MV, hidden_ND[rows])
+            if grad_weight is not None:
+                grad_weight.add(low_MV, hidden_ND[rows])
             del grad_MV, low_MV  # before those of the next chunk are made
-        return grad_hidden, grad_weight.of_autograd(), *(None,) * 4
+        return grad_hidden, None if grad_weight is None else grad_weight.of_autograd(), *(None,) * 4

@@ -20,6 +20,7 @@ from isoloss.engine.config.help import as_written
 from isoloss.engine.config.schema import Config
 from isoloss.models.architecture import Architecture
 from isoloss.models.kinds.kind import Refusal, SoftmaxAttention, divisors
+from isoloss.models.lora.factors import adapted_weights
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.mcore.activation_memory import RECOMPUTE_MODULES
 from isoloss.models.mcore.stages import stage_layers
@@ -299,6 +300,31 @@ def offloading(setup: Setup) -> Refusals:
         yield key, why, "use 0, or model.transformer_engine=true where it is installed"
 
 
+def adapters(setup: Setup) -> Refusals:
+    config, lora = setup.config, setup.config.lora
+    if lora.rank == 0:
+        return
+    weights, has_experts = adapted_weights(setup.arch, lora.targets), setup.arch.experts is not None
+    if lora.expert_rank is not None and not any(weight.expert is not None for weight in weights):
+        yield "lora.expert_rank", "is for experts that a router chooses, and none gets an adapter", "leave it at null"
+    if config.model.transformer_engine:
+        why = "builds layers that compute no adapters (lora.rank)"
+        yield "model.transformer_engine", why, "use model.transformer_engine=false"
+    if config.moe.bias_update_rate > 0:
+        why = "moves selection biases of the model, which is frozen under an adapter (lora.rank)"
+        yield "moe.bias_update_rate", why, "set it to 0"
+    grouped = config.kernels.grouped_experts and config.train.precision == "bf16" and has_experts
+    if grouped and any(weight.expert is not None for weight in weights):
+        why = "multiplies by the weights of all experts at once, without their adapters (lora.targets)"
+        yield "kernels.grouped_experts", why, "set kernels.grouped_experts=false, or lora.targets=attention"
+    if config.parallel.gradient_accumulation_fusion:
+        why = "is for weights of the model, which is frozen under an adapter (lora.rank)"
+        yield "parallel.gradient_accumulation_fusion", why, "leave it at null"
+    if config.parallel.overlap_param_gather:
+        why = "lets layers wait for their own weights, and an adapter's (lora.rank) are gathered at once"
+        yield "parallel.overlap_param_gather", why, "leave it at null"
+
+
 SUBJECTS = (
     attention_and_mlp,
     shared_prefixes,
@@ -315,4 +341,5 @@ SUBJECTS = (
     transformer_engine_context_ranks,
     recomputation,
     offloading,
+    adapters,
 )

@@ -14,6 +14,7 @@ from typing import Literal, Self, cast
 from isoloss.engine.config.data_config import DataConfig
 from isoloss.engine.config.parse import build
 from isoloss.engine.config.training_config import CheckpointConfig, LossConfig, MoeConfig, OptimConfig, TrainConfig
+from isoloss.models.lora.config import LoraConfig
 from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.models.mcore.kernels import Kernels
 from isoloss.parallel import UserError
@@ -157,6 +158,7 @@ class Config:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     kernels: Kernels = field(default_factory=Kernels)
     moe: MoeConfig = field(default_factory=MoeConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -198,10 +200,16 @@ class Config:
         except (UserError, OmegaConfBaseException) as error:
             raise UserError(f"{path}: {' '.join(str(error).split())}") from None
 
+    def refuse_adapter(self) -> None:
+        """Raise UserError where lora.rank asks for an adapter: recipes and commands do not save adapters."""
+        hint = "is for isoloss.engine.Engine alone (docs/lora.md): runs and commands save no adapters; leave it at 0"
+        require(self.lora.rank == 0, "lora.rank", self.lora.rank, hint)
+
     def accumulates_in_products(self, *, on_gpu: bool) -> bool:
         """Return parallel.gradient_accumulation_fusion, or its default."""
         chosen = self.parallel.gradient_accumulation_fusion
-        return on_gpu and self.train.precision != "fp64" if chosen is None else chosen
+        # Under an adapter the layers' own weights have no gradient.
+        return on_gpu and self.train.precision != "fp64" and self.lora.rank == 0 if chosen is None else chosen
 
     def overlaps_grad_reduce(self, *, on_gpu: bool) -> bool:
         """Return parallel.overlap_grad_reduce, or its default."""
@@ -211,7 +219,8 @@ class Config:
     def overlaps_param_gather(self, *, on_gpu: bool) -> bool:
         """Return parallel.overlap_param_gather, or its default."""
         chosen = self.parallel.overlap_param_gather
-        legal = self.distributed_optimizer and self.memory.offload_optimizer == 0
+        # Adapters are gathered at once: no layer's forward waits for them.
+        legal = self.distributed_optimizer and self.memory.offload_optimizer == 0 and self.lora.rank == 0
         return on_gpu and legal if chosen is None else chosen
 
     @property

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
-from torch import Tensor
+from megatron.core.optimizer import ChainedOptimizer
+from torch import Tensor, nn
 
 from isoloss.engine.batching.balance import CostModel, Plan
 from isoloss.engine.batching.packing import PackedBatch
@@ -28,21 +28,13 @@ from isoloss.engine.step import moe_balancing, replica_check
 from isoloss.engine.step.forward_backward import Head, StepMetrics, run_step, run_targets
 from isoloss.engine.step.losses import Loss, LossLike, Term, as_loss, negative_log_likelihood
 from isoloss.engine.step.model_source import ModelSource, resolve
-from isoloss.engine.step.optimizer import (
-    Gather,
-    Overlap,
-    build_optimizer,
-    clip_gradients,
-    global_grad_norm,
-    gradient_buffers,
-    set_hyperparameters,
-    state_tensors,
-    wrap_ddp,
-)
+from isoloss.engine.step.optimizer import Gather, Overlap, clip_gradients, global_grad_norm, set_hyperparameters
 from isoloss.engine.step.step_batch import StepBatch, prepare_step
+from isoloss.engine.step.trained import Trained
 from isoloss.models.mcore.build import accumulate_in_embedding, accumulate_in_products
 from isoloss.models.mcore.layer_config import BuildOptions
 from isoloss.models.mcore.layers.value_head import CriticWeights
+from isoloss.models.mcore.lora import Adapter
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.mcore.weight_stream import Receives
 from isoloss.models.model import Model
@@ -126,24 +118,24 @@ class Engine:
         on_gpu = model.tensors()[0].is_cuda
         if config.accumulates_in_products(on_gpu=on_gpu):
             accumulate_in_products(model.modules)
-        if not on_gpu:
+        if not on_gpu and config.lora.rank == 0:
             accumulate_in_embedding(model.modules)
         _load(model, weights)
-        self.chunks = wrap_ddp(model.modules, config, self.mesh)
-        self.model = dataclasses.replace(model, chunks=self.chunks)
-        self.optimizer = build_optimizer(self.chunks, config, self.model.dtype)
-        self.overlap = Overlap(self.chunks)
-        self.gather = Gather(self.chunks, put_off=config.overlaps_param_gather(on_gpu=on_gpu))
-        model_config = self.chunks[0].config
+        adapter = None
+        if config.lora.rank > 0:
+            adapter = Adapter(model, config.lora)
+            adapter.load(self.source.factors)
+            adapter.activate()
+        self.trained = Trained(model, config, adapter)
+        # An adapter's model is frozen: nothing is wrapped around it.
+        self.model = model if adapter else dataclasses.replace(model, chunks=self.trained.chunks)
+        model_config = model.modules[0].config
         model_config.no_sync_func = self._no_sync
         # The schedule must not reduce: several forward_backward calls can precede one optim_step.
         model_config.finalize_model_grads_func = None
         self.cost_model = CostModel.of(self.arch)
         self.load_balancing = moe_balancing.configured(config.moe, self.arch)
-        self._weights = Offloader(self.device, self.model.tensors)
-        self._training = Offloader(
-            self.device, lambda: state_tensors(self.optimizer, self.model), lambda: gradient_buffers(self.chunks)
-        )
+        self._weights = Offloader(self.device, lambda: [*self.model.tensors(), *self.trained.tensors()])
         self.zero_grad()
 
     # ---- the two verbs ----------------------------------------------------------------------------------------------
@@ -192,14 +184,14 @@ class Engine:
         self.reduce_gradients()
         self.optimizer.prepare_grads()
         norm = global_grad_norm(self.optimizer)
-        applied = self._finite and math.isfinite(norm) and norm <= max_grad_norm and self._tokens > 0
+        applied = self.trained.finite and math.isfinite(norm) and norm <= max_grad_norm and self.trained.tokens > 0
         if applied:
             clip_gradients(self.optimizer, norm, optim.clip)
             set_hyperparameters(self.optimizer, optim)
             with self.gather.defer():
                 self.optimizer.step_with_ready_grads()
             if self.load_balancing is not None:
-                moe_balancing.update_biases(self.chunks, self.load_balancing.bias_rate, self.mesh)
+                moe_balancing.update_biases(self.model.chunks, self.load_balancing.bias_rate, self.mesh)
         self.zero_grad()
         return OptimResult(norm, optim.lr, applied, time.perf_counter() - started)
 
@@ -217,7 +209,7 @@ class Engine:
             return self.optim_step(lr, limits.grad_norm if metrics.loss <= limits.loss else -math.inf)
 
         # What earlier calls accumulated could not be kept if this one were forgotten.
-        bound = None if self._modes else self.config.moe.dispatch_bound
+        bound = None if self.trained.modes else self.config.moe.dispatch_bound
         try:
             with self.overlap.reduce_during_backward():
                 metrics = self._forward_backward(samples, loss, bound)
@@ -280,22 +272,15 @@ class Engine:
     def zero_grad(self) -> None:
         """Forget the accumulated gradients and the experts' loads: a new step begins."""
         self._come_back()
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        moe_balancing.forget_loads(self.chunks)
-        self._reduced, self._finite, self._tokens = False, True, 0
-        self._modes: list[str] = []  # of the accumulated losses
+        self.trained.zero_grad()
+        moe_balancing.forget_loads(self.model.chunks)
 
     @phase("reduce gradients")
     def reduce_gradients(self) -> None:
         """Sum the accumulated gradients over dp x context, and the shared ones over tp and pp; once a step."""
-        if self._reduced:
-            return
-        self.return_to_device()
-        # num_tokens would make Megatron divide: the weights already hold the only division.
-        finalize_model_grads([*self.chunks], num_tokens=None, pg_collection=self.mesh.megatron)
-        self._reduced = True
+        if not self.trained.reduced:
+            self.return_to_device()
+            self.trained.reduce_gradients()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and whole gradients of this rank's weights, after `reduce_gradients`, one at a time.
@@ -307,27 +292,33 @@ class Engine:
                 "gradients() needs parallel.distributed_optimizer=false: its ranks hold only pieces of them"
             )
         self.reduce_gradients()
-        for owned, gradient in self.model.whole_tensors(lambda p: getattr(p, "main_grad", p)):
+        holds = self.trained.adapter or self.model
+        for owned, gradient in holds.whole_tensors(lambda p: getattr(p, "main_grad", p)):
             if owned.weight.trained:
                 yield owned.weight.name, gradient
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and whole weights of this rank (its stage and experts). Collective over tp and etp."""
+        """Yield names and whole weights of this rank (its stage and experts); then those of an adapter. Collective over
+        tp and etp."""
         self._whole_weights()
         yield from self.model.weights()
+        if self.trained.adapter is not None:
+            yield from ((owned.weight.name, whole) for owned, whole in self.trained.adapter.whole_tensors())
 
     def weight_stream(self, bucket_bytes: int, receives: Receives) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield every weight, whole, under its Hugging Face name, in buckets, on the ranks that `receives` names.
 
         In the precision of training. Collective over the world: every rank exhausts the iterator.
         """
+        self._refuse_adapter("weight_stream() sends the model's own weights")
         self._whole_weights()
         yield from self.model.weight_stream(bucket_bytes, receives)
 
     def check_replicas(self, world: dist.ProcessGroup, after: str) -> None:
         """Raise DivergedError where ranks that should hold the same weights do not (`replica_check`)."""
         self._whole_weights()
-        replica_check.check_replicas(self.model, world, after)
+        adapter = self.trained.adapter
+        replica_check.check_replicas(self.model, world, after, adapter.owned() if adapter else ())
 
     def save(self, folder: str | Path, extra: Mapping[str, object] | None = None) -> None:
         """Write a checkpoint (weights, optimizer, `extra`) that any layout can load. Collective over the world."""
@@ -340,6 +331,7 @@ class Engine:
 
         copies: pool for copies of tensors of the host, so that the engine may go on before `write`; None: no copies.
         """
+        self._refuse_adapter("a checkpoint holds the model's own weights")
         self.return_to_device()
         return checkpoint.stage(
             Path(folder), self.model, self.optimizer, self.source.side_files, extra or {}, copies, self.stop_token_ids
@@ -347,12 +339,14 @@ class Engine:
 
     def load(self, folder: str | Path) -> dict[str, object]:
         """Load a checkpoint written by `save`, in any layout; returns its `extra`. Collective over the world."""
+        self._refuse_adapter("a checkpoint holds the model's own weights")
         self.return_to_device()
         return checkpoint.load(Path(folder), self.model, self.optimizer)
 
     def export_hf(self, folder: str | Path) -> None:
         """Write a Hugging Face folder that transformers and every server load; of a multimodal model, its text model.
         Collective over the world."""
+        self._refuse_adapter("export_hf() writes the model's own weights")
         self._whole_weights()
         checkpoint.export_hf(Path(folder), self.model, self.source.own_dtypes)
         if dist.get_rank() == 0:
@@ -370,9 +364,9 @@ class Engine:
         weights: False: they stay.
         Raises ValueError amid a step, whose gradients would be lost.
         """
-        if self._modes:
+        if self.trained.modes:
             raise ValueError("offload() after forward_backward: call optim_step() or zero_grad() first")
-        self._training.leave()
+        self.trained.memory.leave()
         self.gather.wait_for_launched()  # weights in pieces may leave, and be gathered when they are back
         if weights:
             self._weights.leave()
@@ -391,6 +385,23 @@ class Engine:
         )
 
     @property
+    def chunks(self) -> Sequence[nn.Module]:
+        """Return the model's chunks, as the schedule calls them."""
+        return self.model.chunks
+
+    @property
+    def optimizer(self) -> ChainedOptimizer:
+        return self.trained.optimizer
+
+    @property
+    def overlap(self) -> Overlap:
+        return self.trained.overlap
+
+    @property
+    def gather(self) -> Gather:
+        return self.trained.gather
+
+    @property
     def shares_prefixes(self) -> bool:
         """Return whether the tokens with which samples of a micro-batch begin alike are computed once."""
         return rules.shares_prefixes(self.config)
@@ -402,9 +413,16 @@ class Engine:
         limits = self.mesh.layout, self.config.batch.max_tokens, self.cost_model
         return plan_step(samples, *limits, share_prefixes=self.shares_prefixes)
 
+    def _refuse_adapter(self, why: str) -> None:
+        if self.trained.adapter is not None:
+            raise UserError(
+                f"lora.rank={self.config.lora.rank}: {why}, without the adapter: take the factors of weights() or of "
+                "trained.adapter.whole_tensors()"
+            )
+
     def _come_back(self) -> None:
         self._weights.onload()
-        self._training.onload()
+        self.trained.memory.onload()
 
     def whole_model(self) -> Model:
         """Return the model, once its weights are on the device and gathers in flight have arrived."""
@@ -454,30 +472,30 @@ class Engine:
                 )
             router_losses = moe_balancing.start(self.load_balancing, batch.lengths, loss, self.device)
         metrics = run_step(self.model, batch, loss, router_losses=router_losses, dispatch_bound=dispatch_bound)
-        self._finite &= math.isfinite(metrics.loss)
-        self._tokens += metrics.valid_tokens
+        self.trained.finite &= math.isfinite(metrics.loss)
+        self.trained.tokens += metrics.valid_tokens
         return dataclasses.replace(metrics, seconds=time.perf_counter() - started)
 
     def _check_call(self, loss: Loss) -> None:
         """Raise ValueError where this call of `forward_backward` would make the gradient of the step wrong."""
-        if self._reduced:
+        if self.trained.reduced:
             raise ValueError(
                 "forward_backward after reduce_gradients() or gradients(): ranks would not sum what it adds; call "
                 "optim_step() or zero_grad() first"
             )
-        before, modes = self._modes, [aggregation.mode for aggregation in loss.aggregations]
+        before, modes = self.trained.modes, [aggregation.mode for aggregation in loss.aggregations]
         means = [mode for mode in before + modes if mode != "sum"]
         if before and means:
             raise ValueError(
                 f"several calls of forward_backward before optim_step() would add up means of {means[0]}: give all "
                 "samples of the step in one call, or use the aggregation sum in every call"
             )
-        self._modes = before + modes
+        self.trained.modes = before + modes
 
     @contextlib.contextmanager
     def _no_sync(self):
         with contextlib.ExitStack() as stack:
-            for chunk in self.chunks:
+            for chunk in self.trained.chunks:
                 stack.enter_context(chunk.no_sync())
             yield
 

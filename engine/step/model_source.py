@@ -14,6 +14,7 @@ from isoloss.engine.config.schema import Config
 from isoloss.engine.memory import preflight
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder, read_architecture
+from isoloss.models.lora.initial import InitialFactors
 from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.distcp import is_checkpoint
@@ -42,6 +43,7 @@ class ModelSource:
     layout: the layout with its dp, in this world.
     weights: source of the weights.
     side_files: config.json, tokenizer and the like, of which checkpoints and exports hold copies.
+    factors: source of the factors of an adapter, where lora.rank is above 0.
     own_dtypes: types of the tensors that are stored in another type than most of the model, such as a few in fp32
         among bf16, by their names in an exported folder.
     """
@@ -52,6 +54,7 @@ class ModelSource:
     weights: WeightSource
     side_files: SideFiles
     own_dtypes: Mapping[str, torch.dtype]
+    factors: WeightSource
 
 
 def resolve(config: Config) -> ModelSource:
@@ -72,7 +75,8 @@ def resolve(config: Config) -> ModelSource:
         preflight.check(config, arch, layout, memory)
     from_scratch = config.model.from_scratch
     weights = RandomWeights(arch, config.train.seed) if from_scratch else open_weights(path, arch)
-    return ModelSource(path, arch, layout, weights, side_files, _own_dtypes(weights, arch))
+    seed = config.train.seed if config.lora.seed is None else config.lora.seed
+    return ModelSource(path, arch, layout, weights, side_files, _own_dtypes(weights, arch), InitialFactors(seed))
 
 
 def open_weights(path: str | Path, arch: Architecture) -> WeightSource:

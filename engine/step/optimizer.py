@@ -17,14 +17,12 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from isoloss.engine.checkpoint.optimizer_state import complete_state
 from isoloss.engine.config.schema import Config, OptimConfig
 from isoloss.models.mcore import patches
 from isoloss.models.mcore.compat import gradients_for_norm
-from isoloss.models.mcore.gpt import unwrap
-from isoloss.models.model import Model
 from isoloss.parallel import Mesh
 from isoloss.parallel.mesh import reuse_world_group
 
@@ -34,7 +32,7 @@ patches.use_torch_adamw()
 patches.reduce_among_ranks()
 
 
-def wrap_ddp(chunks: Sequence[nn.Module], config: Config, mesh: Mesh) -> list[DistributedDataParallel]:
+def wrap_ddp(chunks: Sequence[Any], config: Config, mesh: Mesh) -> list[DistributedDataParallel]:
     """Wrap each chunk with Megatron's gradient buffers, which sum over DP x context, in fp32 (fp64, bf16)."""
     on_gpu = next(chunks[0].parameters()).is_cuda
     ddp_config = DistributedDataParallelConfig(
@@ -47,7 +45,7 @@ def wrap_ddp(chunks: Sequence[nn.Module], config: Config, mesh: Mesh) -> list[Di
     )
     return [
         DistributedDataParallel(
-            unwrap(chunk).config, ddp_config, chunk, disable_bucketing=index > 0, pg_collection=mesh.megatron
+            chunk.config, ddp_config, chunk, disable_bucketing=index > 0, pg_collection=mesh.megatron
         )
         for index, chunk in enumerate(chunks)
     ]
@@ -182,9 +180,9 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config, d
     return optimizer
 
 
-def state_tensors(optimizer: ChainedOptimizer, model: Model) -> list[Tensor]:
-    """Return main weights and moments, on host or device; not the weights that the optimizer steps in place."""
-    weights = {tensor.untyped_storage()._cdata for tensor in model.tensors()}
+def state_tensors(optimizer: ChainedOptimizer, trained: Sequence[Tensor]) -> list[Tensor]:
+    """Return main weights and moments, on host or device; not those of `trained` that the optimizer steps in place."""
+    weights = {tensor.untyped_storage()._cdata for tensor in trained}
     found: list[Any] = []
     for part in optimizer.chained_optimizers:
         inner = getattr(part, "optimizer", None)  # a pipeline stage without experts has none for them

@@ -19,15 +19,16 @@ class DivergedError(RuntimeError):
     """Ranks hold different weights that should be the same."""
 
 
-def check_replicas(model: Model, world: dist.ProcessGroup, after: str) -> None:
+def check_replicas(model: Model, world: dist.ProcessGroup, after: str, adapter: Sequence[LocalWeight] = ()) -> None:
     """Raise DivergedError, on every rank, where this rank's weights differ from those of its replicas.
 
     world: a group of all ranks, on the host. after: the last step, for the message.
+    adapter: weights of an adapter, which are compared as well.
     One pass over the weights. Collectives: an all-gather of 8 bytes a weight over dp x context, expert_dp, tp and etp,
     where these have several ranks, and one of objects over the world.
     """
     different: dict[int, str] = {}  # a weight of each rank that is not as in the others
-    for everyone in gather_objects(differing(model), world):
+    for everyone in gather_objects(differing(model, adapter), world):
         different |= everyone
     if not different:
         return
@@ -39,9 +40,9 @@ def check_replicas(model: Model, world: dist.ProcessGroup, after: str) -> None:
     )
 
 
-def differing(model: Model) -> dict[int, str]:
+def differing(model: Model, adapter: Sequence[LocalWeight] = ()) -> dict[int, str]:
     """Return the ranks of the world that differ, as far as this rank's groups show, and the first such weight."""
-    owned = model.owned()
+    owned = [*model.owned(), *adapter]
     sums = [checksum(each.parameter) for each in owned]
     found: dict[int, str] = {}
     for group, of_all in ((model.mesh.dp_context, False), (model.mesh.tp, True)):

@@ -47,6 +47,7 @@ from isoloss.models.mcore.patches import (
     accumulate_without_apex,
     embed_into_main_grad,
     multiply_by_onednn,
+    multiply_with_adapters,
     recompute_by_copying,
     recompute_without_transformer_engine,
     rotate_by_table,
@@ -60,6 +61,7 @@ rotate_by_table()
 accumulate_without_apex()
 embed_into_main_grad()
 multiply_by_onednn()
+multiply_with_adapters()
 
 
 # The module that computes each kind, and puts itself into the slots of Megatron's layer.

@@ -39,6 +39,10 @@ class PackedGPT(GPTModel):
         hidden = outputs[0]
         if hidden is not None and self.embedding_factor != 1:
             hidden = hidden * self.embedding_factor
+        if hidden is not None and torch.is_grad_enabled() and not hidden.requires_grad:
+            # Of a frozen embedding: layers that are computed again in the backward pass no gradient to adapters inside
+            # of them without one of their input.
+            hidden.requires_grad_()
         exact = self.config.kernels.rope and position_ids.is_cuda
         dtype = torch.float32 if exact else self.config.params_dtype
         return (hidden, rotary_table(position_ids[0], self.inv_freq, self.rotary_factor, dtype), *outputs[2:])

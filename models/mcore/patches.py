@@ -86,15 +86,35 @@ def embed_into_main_grad() -> None:
     layers.VocabParallelEmbedding.forward = forward
 
 
+def multiply_with_adapters() -> None:
+    """Let Megatron's linear layers multiply by an adapter as well, where their attribute `adapter` holds one."""
+
+    def with_adapter(of_megatron: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def forward(self: Any, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
+            if self.adapter is None:
+                return of_megatron(self, input, weight, *args, **options)
+            return self.adapter.multiply(input, weight, *args, **options)
+
+        return forward
+
+    for linear in (layers.ColumnParallelLinear, layers.RowParallelLinear):
+        linear.adapter = None
+        linear._forward_impl = with_adapter(linear._forward_impl)
+
+
 @contextmanager
 def multiply_by(matrices: Mapping[Any, PackedMatrix]) -> Iterator[None]:
     """Let linear layers of Megatron multiply by these matrices in place of their weights, without gradients."""
 
-    def product_with(matrix: PackedMatrix):
-        return lambda input, bias, **_: matrix.product(input, bias)
+    def product_with(layer: Any, matrix: PackedMatrix):
+        def forward(input: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
+            output = matrix.product(input, bias)
+            return output if layer.adapter is None else layer.adapter.add_to(output, input)
+
+        return forward
 
     for layer, matrix in matrices.items():
-        layer._forward_impl = product_with(matrix)
+        layer._forward_impl = product_with(layer, matrix)
     try:
         yield
     finally:

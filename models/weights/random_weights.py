@@ -32,7 +32,7 @@ class RandomWeights:
         return weight.mapping.merge([self._make(part, std) for part in weight.parts])
 
     def _make(self, part: Part, std: float) -> Tensor:
-        generator = self._generator(part)
+        generator = generator_of(self.seed, part)
         if ".linear_attn." in part.tensor:
             if part.tensor.endswith(".A_log"):
                 return torch.empty(part.shape).uniform_(1e-3, 16.0, generator=generator).log()
@@ -47,7 +47,9 @@ class RandomWeights:
             return torch.full(part.shape, self._norm)
         return torch.normal(0.0, std, part.shape, generator=generator, dtype=torch.float32)
 
-    def _generator(self, part: Part) -> torch.Generator:
-        name = part.tensor if part.row is None else f"{part.tensor}/{part.row}"
-        digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
-        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
+
+def generator_of(seed: int, part: Part) -> torch.Generator:
+    """Return the generator of a tensor, seeded by its Hugging Face name."""
+    name = part.tensor if part.row is None else f"{part.tensor}/{part.row}"
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))

@@ -34,7 +34,12 @@ LATENT_NORM_EPS = 1e-6
 
 class ReplicatedLinear(MegatronModule):
     """A linear layer without bias that every TP rank holds whole; under sequence parallelism it sees this rank's tokens
-    only, and Megatron's finalize step sums its gradient over TP."""
+    only, and Megatron's finalize step sums its gradient over TP.
+
+    adapter: multiplied by as well (`lora.LayerAdapter`).
+    """
+
+    adapter: Any = None
 
     def __init__(self, config: TransformerConfig, input_size: int, output_size: int):
         super().__init__(config)
@@ -43,7 +48,7 @@ class ReplicatedLinear(MegatronModule):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        return linear(x, self.weight) if self.adapter is None else self.adapter.multiply(x, self.weight)
 
 
 class LatentAttention(MegatronModule):

@@ -1,0 +1,69 @@
+"""The part of a model that is trained: parameters in Megatron's gradient buffers, their optimizer, and the state of the
+step that accumulates. Without adapters that is the model itself, with adapters the factors of one."""
+
+from collections.abc import Sequence
+
+from megatron.core.distributed import finalize_model_grads
+from torch import Tensor, nn
+
+from isoloss.engine.config.schema import Config
+from isoloss.engine.memory.offload import Offloader
+from isoloss.engine.step.optimizer import (
+    Gather,
+    Overlap,
+    build_optimizer,
+    gradient_buffers,
+    state_tensors,
+    wrap_ddp,
+)
+from isoloss.models.mcore.lora import Adapter
+from isoloss.models.model import Model
+
+
+class Trained:
+    """Parameters and their optimizer.
+
+    modules: modules that hold the parameters, without what is wrapped around them: a checkpoint's.
+    chunks: the modules in Megatron's DistributedDataParallel.
+    adapter: the adapter that the parameters are the factors of; None: they are the model's own.
+    finite, tokens, modes: of the losses that this step has accumulated: whether all were finite, their valid tokens,
+        and their aggregations.
+    """
+
+    def __init__(self, model: Model, config: Config, adapter: Adapter | None = None):
+        self._model, self.adapter = model, adapter
+        self.modules: Sequence[nn.Module] = model.modules if adapter is None else adapter.chunks
+        self.chunks = wrap_ddp(self.modules, config, model.mesh)
+        self.optimizer = build_optimizer(self.chunks, config, model.dtype)
+        self.overlap = Overlap(self.chunks)
+        self.gather = Gather(self.chunks, put_off=config.overlaps_param_gather(on_gpu=model.device.type == "cuda"))
+        self.memory = Offloader(
+            model.device,
+            lambda: state_tensors(self.optimizer, self.tensors()),
+            lambda: gradient_buffers(self.chunks),
+        )
+        self.reduced, self.finite, self.tokens = False, True, 0
+        self.modes: list[str] = []
+
+    def tensors(self) -> list[Tensor]:
+        """Return every parameter and buffer of the modules."""
+        return [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
+
+    def zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.reduced, self.finite, self.tokens, self.modes = False, True, 0, []
+
+    def reduce_gradients(self) -> None:
+        """Sum the gradients over dp x context, and those of which ranks have parts over tp and pp; once a step."""
+        if self.reduced:
+            return
+        if self.adapter is None:
+            # num_tokens would make Megatron divide: the weights already hold the only division.
+            finalize_model_grads([*self.chunks], num_tokens=None, pg_collection=self._model.mesh.megatron)
+        else:
+            for chunk in self.chunks:
+                chunk.finish_grad_sync()
+            self.adapter.sum_parts()
+        self.reduced = True

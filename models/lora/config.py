@@ -1,0 +1,50 @@
+"""Keys of LoRA (arXiv:2106.09685): a product of two low-rank factors is added to frozen matrices."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from isoloss.parallel.runtime.config_key import Keys, key, require
+
+GROUPS = ("all", "attention", "mlp", "experts")
+
+
+@dataclass(frozen=True)
+class LoraConfig(Keys, group="lora"):
+    """Adapters of low rank, trained in place of the model's own weights, which stay as they are (docs/lora.md)."""
+
+    rank: int = key(0, "Rank of the adapters; 0: full fine-tuning.", at_least=0)
+    alpha: float = key(
+        32.0, "What adapters add is multiplied by alpha / rank (lora.scaling), as in PEFT's lora_alpha.", above=0
+    )
+    scaling: Literal["rank", "sqrt-rank"] = key(
+        "rank",
+        "rank: multiply by alpha / rank; sqrt-rank: by alpha / sqrt(rank), which is rsLoRA (arXiv:2312.03732).",
+    )
+    targets: tuple[str, ...] = key(
+        ("all",),
+        "Matrices that get an adapter: all, attention, mlp (with experts), experts (those that a router chooses), or "
+        "names of matrices in the model's files, such as q_proj.",
+    )
+    expert_rank: int | None = key(
+        None, "Rank of the adapters of experts that a router chooses; null: lora.rank.", at_least=1
+    )
+    seed: int | None = key(None, "Seed of the random factors A (B starts at 0); null: train.seed.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(bool(self.targets), "lora.targets", list(self.targets), "must name something: all, or some matrices")
+        if self.rank == 0:
+            given = {"expert_rank": self.expert_rank, "seed": self.seed}
+            for name, value in given.items():
+                require(
+                    value is None, f"lora.{name}", value, "is for adapters: set lora.rank, as to 16, or leave it out"
+                )
+
+    def rank_of(self, *, expert: bool) -> int:
+        """Return the rank of an adapter. expert: whether a router chooses what it is part of."""
+        return self.expert_rank if expert and self.expert_rank is not None else self.rank
+
+    def scale(self, rank: int) -> float:
+        """Return the factor of an adapter's product."""
+        return self.alpha / (rank if self.scaling == "rank" else math.sqrt(rank))

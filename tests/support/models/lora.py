@@ -1,0 +1,190 @@
+"""Adapters on tiny models: steps of an engine, and the same adapters merged into the weights of a folder."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import (
+    BatchConfig,
+    Config,
+    MemoryConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.model_source import resolve
+from isoloss.engine.step.optimizer import global_grad_norm
+from isoloss.engine.step.replica_check import DivergedError
+from isoloss.models.lora.config import LoraConfig
+from isoloss.models.lora.factors import adapter_map
+from isoloss.models.lora.initial import InitialFactors
+from support.models.transformers_parity import TOKEN_MEAN
+
+LORA = LoraConfig(rank=3, alpha=5.0, seed=1)
+
+
+def make_engine(
+    folder: Path,
+    lora: LoraConfig = LORA,
+    *,
+    precision: str = "fp64",
+    random_b: bool = True,
+    max_tokens: int = 128,
+    memory: Mapping[str, Any] = {},
+    **parallel: Any,
+) -> Engine:
+    """An engine with an adapter, whose B is random, since with B = 0 the gradient of A is 0."""
+    config = Config(
+        model=ModelConfig(path=str(folder)),
+        batch=BatchConfig(max_tokens=max_tokens),
+        parallel=ParallelConfig(**parallel),
+        memory=MemoryConfig(**memory),
+        optim=OptimConfig(lr=1e-2, schedule="constant", weight_decay=0.1, eps=1e-4, clip=0.05),
+        train=TrainConfig(precision=precision),
+        lora=lora,
+    )
+    engine = Engine(config, resolve(config))
+    if lora.rank > 0 and random_b:
+        engine.trained.adapter.load(InitialFactors(lora.seed, random_b=True))
+    return engine
+
+
+@dataclass(frozen=True)
+class Step:
+    """gradients: of this rank's factors by Hugging Face name (those of a tensor of all experts by name and row)."""
+
+    loss: float
+    base: float
+    grad_norm: float
+    gradients: dict[str, Tensor]
+    losses: list[float]
+    factors: dict[str, Tensor]
+
+
+def step(folder: Path, samples: Sequence[Sample], lora: LoraConfig = LORA, steps: int = 0, **options: Any) -> Step:
+    """A step of an adapter with random B; then optimizer steps."""
+    engine = make_engine(folder, lora, **options)
+    with engine.trained.adapter.off():
+        base = engine.evaluate(samples, TOKEN_MEAN).loss
+    loss = engine.forward_backward(samples, TOKEN_MEAN).loss
+    gradients = {}
+    if not engine.config.distributed_optimizer:
+        gradients = by_name(engine.trained.adapter.owned(), dict(engine.gradients()))
+    engine.reduce_gradients()
+    engine.optimizer.prepare_grads()
+    norm = global_grad_norm(engine.optimizer)
+    engine.zero_grad()
+    losses = [engine.train_step(samples, TOKEN_MEAN) for _ in range(steps)]
+    whole = {owned.weight.name: tensor for owned, tensor in engine.trained.adapter.whole_tensors()}
+    factors = by_name(engine.trained.adapter.owned(), whole)
+    numbers = [number for metrics, result in losses for number in (metrics.loss, result.grad_norm)]
+    return Step(loss, base, norm, gradients, numbers, factors)
+
+
+def by_name(owned: Sequence[Any], whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found = {}
+    for each in owned:
+        for part, tensor in zip(each.weight.parts, each.weight.mapping.split(whole[each.weight.name])):
+            found[part.tensor if part.row is None else f"{part.tensor}/{part.row}"] = tensor.clone()
+    return found
+
+
+def all_factors(arch, lora: LoraConfig = LORA) -> dict[str, Tensor]:
+    """Every random factor of a model, fp64, by the names of `by_name`."""
+    source, found = InitialFactors(lora.seed, random_b=True), {}
+    for factors in adapter_map(arch, lora):
+        for weight in (factors.a, factors.b):
+            for part, tensor in zip(weight.parts, weight.mapping.split(source.whole(weight))):
+                found[part.tensor if part.row is None else f"{part.tensor}/{part.row}"] = tensor.double()
+    return found
+
+
+def _of_tensor(name: str, factors: Mapping[str, Tensor]) -> list[tuple[str, int | None]]:
+    """The modules (and rows) of the adapters of a Hugging Face tensor."""
+    module = name.removesuffix(".weight")
+    if f"{module}.lora_A.weight" in factors:
+        return [(module, None)]
+    rows = [key.rsplit("/", 1)[1] for key in factors if key.startswith(f"{module}.lora_A.weight/")]
+    return [(module, int(row)) for row in rows]
+
+
+def _pair(module: str, row: int | None, factors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    end = "" if row is None else f"/{row}"
+    return factors[f"{module}.lora_A.weight{end}"], factors[f"{module}.lora_B.weight{end}"]
+
+
+def merge_into(folder: Path, factors: Mapping[str, Tensor], scale: float, turned: bool) -> None:
+    """Add the adapters to the weights of a folder, which become fp64. turned: experts are stored as [in, out]."""
+    (path,) = folder.glob("*.safetensors")
+    tensors = {name: tensor.double() for name, tensor in load_file(path).items()}
+    for name, tensor in tensors.items():
+        for module, row in _of_tensor(name, factors):
+            a, b = _pair(module, row, factors)
+            delta = scale * b @ a
+            (tensor if row is None else tensor[row]).add_(delta.T if turned and row is not None else delta)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def gradients_of_factors(
+    of_weights: Mapping[str, Tensor], factors: Mapping[str, Tensor], scale: float, turned: bool
+) -> dict[str, Tensor]:
+    """By the chain rule from the gradient G of a merged weight W + s B A: s B^T G and s G A^T."""
+    found = {}
+    for name, of_all in of_weights.items():
+        for module, row in _of_tensor(name, factors):
+            a, b = _pair(module, row, factors)
+            gradient = of_all.double() if row is None else of_all[row].double()
+            gradient = gradient.T if turned and row is not None else gradient
+            end = "" if row is None else f"/{row}"
+            found[f"{module}.lora_A.weight{end}"] = scale * b.T @ gradient
+            found[f"{module}.lora_B.weight{end}"] = scale * gradient @ a.T
+    return found
+
+
+def step_of(folder: Path, samples: Sequence[Sample], options: Mapping[str, Any]) -> Step:
+    return step(folder, samples, **options)
+
+
+def recomputed(folder: Path, samples: Sequence[Sample], layout: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Gradients of this rank with and without full recomputation."""
+    kept = step(folder, samples, **layout).gradients
+    again = step(folder, samples, memory={"recompute": "full"}, **layout).gradients
+    return {name: (tensor, again[name]) for name, tensor in kept.items()}
+
+
+def with_a_flipped_factor(folder: Path, layout: Mapping[str, Any]) -> str:
+    """The error of a check after one rank's copy of a factor has changed by one bit."""
+    engine = make_engine(folder, **layout)
+    world = dist.new_group(backend="gloo")
+    engine.check_replicas(world, "before anything")
+    copies = (each for each in engine.trained.adapter.owned() if each.weight.name.endswith("linear_qkv.lora_A"))
+    bits = next(copies).parameter.data.view(torch.int64)
+    bits[0, 0] ^= dist.get_rank()
+    try:
+        engine.check_replicas(world, "after step 1")
+    except DivergedError as error:
+        return str(error)
+    return "nothing"
+
+
+def by_hand(arch, rank: int = LORA.rank) -> int:
+    """Numbers of the factors of a dense model: r (in + out) of each of its seven projections."""
+    attention, mlp = arch.layers[0].attention, arch.layers[0].mlp
+    queries, keys = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    shapes = [
+        (arch.hidden_size, queries),
+        (arch.hidden_size, keys),
+        (arch.hidden_size, keys),
+        (queries, arch.hidden_size),
+    ]
+    shapes += [(arch.hidden_size, mlp.width)] * 2 + [(mlp.width, arch.hidden_size)]
+    return arch.num_layers * sum(rank * (inputs + outputs) for inputs, outputs in shapes)

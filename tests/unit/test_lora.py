@@ -1,0 +1,129 @@
+"""Adapters before a model exists: targets, names, shapes and scale of factors, and what is refused by name."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from support.models.families import published
+
+from isoloss.engine import RLConfig, train_rl, train_sft
+from isoloss.engine.config import rules
+from isoloss.engine.config.schema import Config, ModelConfig, MoeConfig, TrainConfig
+from isoloss.models.families import qwen3, qwen3_moe
+from isoloss.models.lora.config import LoraConfig
+from isoloss.models.lora.factors import adapter_map
+from isoloss.models.lora.initial import InitialFactors
+from isoloss.parallel import Layout, UserError
+from isoloss.recipes.launch import compose_config
+
+DENSE = qwen3.architecture(published("qwen3", num_hidden_layers=1))
+SPARSE = qwen3_moe.architecture(published("qwen3-moe", num_hidden_layers=1))
+
+
+def targets(arch, *names: str) -> set[str]:
+    factors = adapter_map(arch, LoraConfig(rank=2, targets=names))
+    return {part.tensor.removeprefix("model.layers.0.") for each in factors for part in each.a.parts}
+
+
+ATTENTION = {f"self_attn.{name}_proj.lora_A.weight" for name in "qkvo"}
+EXPERTS = {f"mlp.experts.{e}.{name}_proj.lora_A.weight" for e in range(6) for name in ("gate", "up", "down")}
+
+
+@pytest.mark.parametrize(
+    ("arch", "names", "wanted"),
+    [
+        (DENSE, ("attention",), ATTENTION),
+        (DENSE, ("mlp",), {f"mlp.{name}_proj.lora_A.weight" for name in ("gate", "up", "down")}),
+        (DENSE, ("o_proj", "down_proj"), {"self_attn.o_proj.lora_A.weight", "mlp.down_proj.lora_A.weight"}),
+        (SPARSE, ("experts",), EXPERTS),
+        (SPARSE, ("all",), ATTENTION | EXPERTS),
+    ],
+)
+def test_targets(arch, names, wanted):
+    assert targets(arch, *names) == wanted
+
+
+@pytest.mark.parametrize(
+    ("arch", "names", "says"),
+    [
+        (DENSE, ("q_proj",), r"names a part of q_proj, k_proj, v_proj.*: add k_proj, v_proj"),
+        (DENSE, ("q_porj",), r"names 'q_porj', which this model has no matrix for: use some of q_proj, .*, down_proj"),
+        (DENSE, ("experts",), r"names nothing that this model has; use all"),
+        (SPARSE, ("gate_proj", "o_proj"), r"names a part of gate_proj, up_proj.*: add up_proj"),
+    ],
+)
+def test_targets_that_cannot_be(arch, names, says):
+    with pytest.raises(UserError, match=says):
+        targets(arch, *names)
+
+
+def test_factors_of_a_merged_weight():
+    """One A for each tensor, one below the other; B has the rows of q, k and v as Megatron's matrix has them."""
+    qkv = adapter_map(DENSE, LoraConfig(rank=2, targets=("attention",)))[0]
+    attention = DENSE.layers[0].attention
+    d, per_group, groups = attention.head_dim, attention.heads // attention.kv_heads, attention.kv_heads
+    assert qkv.a.shape == (6, DENSE.hidden_size) and qkv.b.shape == (qkv.base.shape[0], 2)
+    by_hand = groups * (per_group * d * [0] + d * [1] + d * [2])
+    assert qkv.part_of_rows(1, 0).tolist() == by_hand
+    assert qkv.part_of_rows(2, 1).tolist() == by_hand[len(by_hand) // 2 :]
+    parts = [torch.rand(part.shape) for part in qkv.b.parts]
+    assert all(map(torch.equal, qkv.b.mapping.split(qkv.b.mapping.merge(parts)), parts))
+
+
+def test_scale_and_ranks():
+    """alpha / r, or alpha / sqrt(r) of rsLoRA, with the rank of the experts where they have their own."""
+    factors = adapter_map(SPARSE, LoraConfig(rank=4, expert_rank=2, alpha=8.0, scaling="sqrt-rank"))
+    assert {(each.base.expert is not None, each.rank, each.scale) for each in factors} == {
+        (False, 4, 4.0), (True, 2, 8 / math.sqrt(2)),
+    }  # fmt: skip
+    assert LoraConfig(rank=4, alpha=8.0).scale(4) == 2.0
+
+
+def test_initial_factors():
+    """A is uniform within 1 / sqrt(in) and its own for each tensor and seed; B is 0."""
+    qkv = adapter_map(DENSE, LoraConfig(rank=64, targets=("attention",)))[0]
+    a, other = (InitialFactors(seed).whole(qkv.a) for seed in (0, 1))
+    bound = DENSE.hidden_size**-0.5
+    assert a.abs().max() <= bound and a.std() == pytest.approx(bound / math.sqrt(3), rel=0.05)
+    assert not torch.equal(a[:64], a[64:128]) and not torch.equal(a, other)
+    assert not InitialFactors(0).whole(qkv.b).any()
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "says"),
+    [
+        (DENSE, {"model": ModelConfig("x", transformer_engine=True)}, "computes? no adapters|needs the package"),
+        (DENSE, {"lora": LoraConfig(rank=2, expert_rank=1)}, "lora.expert_rank=1 is for experts"),
+        (SPARSE, {"train": TrainConfig(precision="bf16")}, "kernels.grouped_experts=true multiplies by the weights"),
+    ],
+)
+def test_what_an_adapter_cannot_do(arch, changes, says):
+    config = dataclasses.replace(Config(ModelConfig("x"), lora=LoraConfig(rank=2)), **changes)
+    with pytest.raises(UserError, match=says):
+        rules.check(config, arch, Layout())
+
+
+def test_a_frozen_model_moves_no_selection_bias():
+    arch = SPARSE.with_layers(
+        lambda layer: dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, selection_bias=True))
+    )
+    config = Config(ModelConfig("x"), lora=LoraConfig(rank=2), moe=MoeConfig(bias_update_rate=1e-3))
+    with pytest.raises(UserError, match=r"bias_update_rate=0.001 moves selection biases of the model, which is frozen"):
+        rules.check(config, arch, Layout())
+
+
+@pytest.mark.parametrize("train", (train_sft, train_rl))
+def test_runs_and_commands_refuse_adapters(train):
+    """Before anything is read: a run that could not save what it learned would lose it."""
+    config = Config if train is train_sft else RLConfig
+    with pytest.raises(UserError, match=r"lora.rank=2 is for isoloss.engine.Engine alone"):
+        train(config(ModelConfig("nowhere"), lora=LoraConfig(rank=2)))
+    with pytest.raises(UserError, match=r"lora.rank=2 is for isoloss.engine.Engine alone"):
+        compose_config("sft", Config, ["lora.rank=2"])
+
+
+@pytest.mark.parametrize("key", ({"seed": 1}, {"expert_rank": 4}))
+def test_keys_without_a_rank(key):
+    with pytest.raises(UserError, match=r"is for adapters: set lora.rank"):
+        LoraConfig(**key)
