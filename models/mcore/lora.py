@@ -210,6 +210,7 @@ class Adapter:
             if factors is not None:
                 self._adapt(chunk, owners[id(base.parameter)], base, factors)
             elif base.weight.name == VALUE_HEAD and model.arch.critic:
+                assert isinstance(base.parameter, nn.Parameter)
                 base.parameter.requires_grad_()
                 chunk.add(base.weight.name, base.parameter)
                 self._owned.append(base)
