@@ -14,6 +14,9 @@ from typing import Any
 FOLDER = Path(__file__).parent / "trainers"
 # Last parts of names, without the groups before them, by key.
 NAMES = {
+    "lora.rank": "lora_r lora_rank",
+    "lora.alpha": "lora_alpha",
+    "lora.targets": "lora_target_modules target_modules",
     "model.path": "pretrained_model_name_or_path",
     "model.tokenizer": "tokenizer_name",
     "data.train": "dataset dataset_path train_file train_data_path",
@@ -36,7 +39,10 @@ NAMES = {
 KEYS_BY_NAME = {name: key for key, names in NAMES.items() for name in names.split()}
 # Explanation by a word of a name that has no key.
 WITHOUT_A_KEY = {
-    **dict.fromkeys(("lora", "qlora", "peft", "adapter"), "there are no adapters yet: all weights are trained"),
+    **dict.fromkeys(
+        ("qlora", "peft", "adapter"),
+        "runs and commands train no adapters, but isoloss.engine.Engine does (docs/lora.md)",
+    ),
     **dict.fromkeys(
         ("logger", "wandb", "mlflow", "swanlab", "trackio", "tensorboard", "report_to", "logging_dir"),
         "every run writes metrics.jsonl and files of TensorBoard into output_dir, and there are no other loggers",

@@ -31,10 +31,10 @@ from isoloss.engine.step.model_source import ModelSource, resolve
 from isoloss.engine.step.optimizer import Gather, Overlap, clip_gradients, global_grad_norm, set_hyperparameters
 from isoloss.engine.step.step_batch import StepBatch, prepare_step
 from isoloss.engine.step.trained import Trained
+from isoloss.models.lora.adapter import Adapter
 from isoloss.models.mcore.build import accumulate_in_embedding, accumulate_in_products
 from isoloss.models.mcore.layer_config import BuildOptions
 from isoloss.models.mcore.layers.value_head import CriticWeights
-from isoloss.models.mcore.lora import Adapter
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.mcore.weight_stream import Receives
 from isoloss.models.model import Model
@@ -391,14 +391,17 @@ class Engine:
 
     @property
     def optimizer(self) -> ChainedOptimizer:
+        """Return Megatron's optimizer of the trained parameters."""
         return self.trained.optimizer
 
     @property
     def overlap(self) -> Overlap:
+        """Return the switch by which a backward reduces gradients."""
         return self.trained.overlap
 
     @property
     def gather(self) -> Gather:
+        """Return the gather of the weights that a step leaves in pieces."""
         return self.trained.gather
 
     @property

@@ -16,7 +16,7 @@ from isoloss.engine.step.optimizer import (
     state_tensors,
     wrap_ddp,
 )
-from isoloss.models.mcore.lora import Adapter
+from isoloss.models.lora.adapter import Adapter
 from isoloss.models.model import Model
 
 
@@ -26,8 +26,8 @@ class Trained:
     modules: modules that hold the parameters, without what is wrapped around them: a checkpoint's.
     chunks: the modules in Megatron's DistributedDataParallel.
     adapter: the adapter that the parameters are the factors of; None: they are the model's own.
-    finite, tokens, modes: of the losses that this step has accumulated: whether all were finite, their valid tokens,
-        and their aggregations.
+    reduced: whether ranks have summed the gradients of this step.
+    finite, tokens, modes: finiteness, valid tokens and aggregations of the losses that this step has accumulated.
     """
 
     def __init__(self, model: Model, config: Config, adapter: Adapter | None = None):

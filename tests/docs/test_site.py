@@ -115,7 +115,7 @@ def test_the_page_of_the_api_shows_both_packages():
         tree = ast.parse((ROOT / package / "__init__.py").read_text())
         names = next(ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)
                      and ast.unparse(node.targets[0]) == "__all__")  # fmt: skip
-        files = [file for folder in ("engine", "parallel") for file in (ROOT / folder).rglob("*.py")]
+        files = [file for folder in ("engine", "models", "parallel") for file in (ROOT / folder).rglob("*.py")]
         trees = [ast.parse(file.read_text()) for file in files]
         nodes = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
         documented = {node.name for node in nodes if ast.get_docstring(node)}

@@ -34,7 +34,7 @@ def test_no_key_of_ours_is_taken_for_one_of_another_trainer():
     [
         ("checkpoint.save_steps", "did you mean 'checkpoint.every'?"),
         ("train.logger", "unknown key 'train.logger': every run writes metrics.jsonl"),
-        ("lora.rank", "there are no adapters yet: all weights are trained"),
+        ("lora.rnak", "did you mean 'lora.rank'?"),
         ("batch.per_device", "batch.max_tokens bounds the tokens of a micro-batch"),
         ("per_device_train_batch_size", "a step has batch.global_size sequences on any number of devices"),
         ("actor_rollout_ref.actor.optim.lr", "did you mean 'optim.lr'?"),
@@ -52,9 +52,9 @@ def test_no_key_of_ours_is_taken_for_one_of_another_trainer():
         ("optim.lrr", "did you mean 'optim.lr'?"),
         ("optim.cliip", "did you mean 'optim.clip'?"),  # a group of verl's too, in which any name is explained
         ("checkpoint.evry", "did you mean 'checkpoint.every'?"),
-        ("actor_rollout_ref.model.lora_rank", "there are no adapters yet"),
+        ("actor_rollout_ref.model.lora_rank", "did you mean 'lora.rank'?"),
         ("actor_rollout_ref.rollout.n", "did you mean 'rollout.num_generations'?"),
-        ("use_peft", "there are no adapters yet"),
+        ("use_peft", "runs and commands train no adapters"),
         ("save_total_limit", "did you mean 'checkpoint.keep'?"),
         ("data.max_response_length", "did you mean 'rollout.max_new_tokens'?"),
         ("train.report_to", "there are no other loggers"),

@@ -41,7 +41,16 @@ ORDER = {
         "loop.py",
     ),
     "engine/rl/backends": ("protocol.py", "local servers", "sglang"),
-    "models": ("rope.py", "kinds", "architecture.py", "weights", "families flops.py", "conversion mcore", "model.py"),
+    "models": (
+        "rope.py",
+        "kinds",
+        "architecture.py",
+        "weights",
+        "families flops.py",
+        "conversion mcore",
+        "model.py",
+        "lora",
+    ),
     "models/kinds": (
         "mappings.py",
         "weight.py",

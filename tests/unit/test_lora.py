@@ -9,7 +9,7 @@ from support.models.families import published
 
 from isoloss.engine import RLConfig, train_rl, train_sft
 from isoloss.engine.config import rules
-from isoloss.engine.config.schema import Config, ModelConfig, MoeConfig, TrainConfig
+from isoloss.engine.config.schema import Config, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
 from isoloss.models.families import qwen3, qwen3_moe
 from isoloss.models.lora.config import LoraConfig
 from isoloss.models.lora.factors import adapter_map
@@ -95,6 +95,12 @@ def test_initial_factors():
     [
         (DENSE, {"model": ModelConfig("x", transformer_engine=True)}, "computes? no adapters|needs the package"),
         (DENSE, {"lora": LoraConfig(rank=2, expert_rank=1)}, "lora.expert_rank=1 is for experts"),
+        (DENSE, {"parallel": ParallelConfig(gradient_accumulation_fusion=True)}, "fusion=true is for weights of the"),
+        (
+            DENSE,
+            {"parallel": ParallelConfig(overlap_param_gather=True)},
+            "an adapter's .lora.rank. are gathered at once",
+        ),
         (SPARSE, {"train": TrainConfig(precision="bf16")}, "kernels.grouped_experts=true multiplies by the weights"),
     ],
 )
