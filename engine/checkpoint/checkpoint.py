@@ -111,6 +111,7 @@ def stage(
 ) -> Staged:
     """Copy a checkpoint to host memory. With `copies`, training may go on before `Staged.write`.
 
+    extra: further state, in plain containers and tensors. Rank 0's is saved, and other ranks' may differ from it.
     Raises UserError if `folder` exists, and NotWrittenError on every rank if its temporary folder cannot be made.
     Collective over the world.
     """
@@ -118,8 +119,8 @@ def stage(
         raise UserError(f"{folder} exists already; choose another folder for this checkpoint, or delete it")
     partial = _partial(folder)
     _together(folder, lambda: _make_anew(partial) if dist.get_rank() == 0 else None, None)
-    state = _state(model, optimizer, extra, is_loading=False)
-    share = Share(partial, state, model.mesh.dp_context, copies)
+    state = _state(model, optimizer, is_loading=False)
+    share = Share(partial, state, extra, model.mesh.dp_context, copies)
     return Staged(folder, share, side_files, tuple(stop_token_ids), model.arch, model.dtype)
 
 
@@ -129,7 +130,7 @@ def load(folder: Path, model: Model, optimizer: ChainedOptimizer) -> dict[str, o
     Raises DamagedError on every rank, before anything is loaded, if a file is damaged.
     """
     common, tensors = verify(folder)
-    wanted = _state(model, optimizer, {}, is_loading=True)
+    wanted = _state(model, optimizer, is_loading=True)
     with reader.reading(tensors):
         state: Any = dist_checkpointing.load(wanted, str(folder), common_strategy=reader.Common(common))
     for index, module in enumerate(model.modules):
@@ -215,7 +216,7 @@ def export_hf(folder: Path, model: Model, own_dtypes: Mapping[str, torch.dtype])
     dist.barrier()
 
 
-def _state(model: Model, optimizer: ChainedOptimizer, extra: Mapping[str, object], *, is_loading: bool) -> dict:
+def _state(model: Model, optimizer: ChainedOptimizer, *, is_loading: bool) -> dict:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
@@ -226,7 +227,7 @@ def _state(model: Model, optimizer: ChainedOptimizer, extra: Mapping[str, object
     }
     optimizer_state = optimizer.sharded_state_dict(models.copy(), is_loading, metadata=metadata)
     if not is_loading:
-        return {**models, "optimizer": optimizer_state, "extra": dict(extra)}
+        return {**models, "optimizer": optimizer_state}
     # Which modules have an extra state depends on the layer spec. Without fp8 it is empty.
     models = {
         name: {key: value for key, value in model.items() if not _is_extra_state(key)} for name, model in models.items()

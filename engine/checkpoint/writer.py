@@ -9,7 +9,7 @@ import io
 import queue
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -65,6 +65,7 @@ class HostCopies:
 class Share(TorchDistSaveShardedStrategy):
     """A rank's share of the checkpoint in `folder`, held in host memory until `write`.
 
+    extra: entry of the common state that rank 0 alone has to have. Those of other ranks are not looked at.
     replicas: group of the ranks with equal weights; each of them writes a part.
     copies: pool for copies of tensors in host memory, so that training may change them before they are written.
     records: size and checksum of the files of tensors that this rank has written, by name.
@@ -73,7 +74,12 @@ class Share(TorchDistSaveShardedStrategy):
     """
 
     def __init__(
-        self, folder: Path, state: ShardedStateDict, replicas: dist.ProcessGroup, copies: HostCopies | None = None
+        self,
+        folder: Path,
+        state: ShardedStateDict,
+        extra: Mapping[str, object],
+        replicas: dist.ProcessGroup,
+        copies: HostCopies | None = None,
     ):
         super().__init__("torch_dist", 1)
         self.records: dict[str, FileRecord] = {}
@@ -82,7 +88,8 @@ class Share(TorchDistSaveShardedStrategy):
         tensors, common = save_preprocess(state)
         self._common = io.BytesIO()
         if dist.get_rank() == 0:
-            torch.save(common, self._common)
+            # Not part of `state`, whose common part Megatron sends to every rank, which compares it with its own.
+            torch.save({**common, "extra": dict(extra)}, self._common)
         self.async_save(tensors, folder)
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, **strategy: str) -> AsyncRequest:

@@ -14,9 +14,6 @@ from typing import Any
 FOLDER = Path(__file__).parent / "trainers"
 # Last parts of names, without the groups before them, by key.
 NAMES = {
-    "lora.rank": "lora_r lora_rank",
-    "lora.alpha": "lora_alpha",
-    "lora.targets": "lora_target_modules target_modules",
     "model.path": "pretrained_model_name_or_path",
     "model.tokenizer": "tokenizer_name",
     "data.train": "dataset dataset_path train_file train_data_path",

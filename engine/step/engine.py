@@ -321,7 +321,7 @@ class Engine:
         replica_check.check_replicas(self.model, world, after, adapter.owned() if adapter else ())
 
     def save(self, folder: str | Path, extra: Mapping[str, object] | None = None) -> None:
-        """Write a checkpoint (weights, optimizer, `extra`) that any layout can load. Collective over the world."""
+        """Write a checkpoint of weights, optimizer and rank 0's `extra`, for any layout. Collective over the world."""
         self.stage(folder, extra).write()
 
     def stage(

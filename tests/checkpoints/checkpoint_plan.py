@@ -38,7 +38,7 @@ def share_of(config: Config, rank: int, world_size: int, told: Mapping[int, Any]
     all_gather_object = dist.all_gather_object
     with without_values(recorder), recorder.phase("plan"):
         engine = Engine(config, replace(resolve(config), weights=NoWeights()))
-        state = checkpoint._state(engine.model, engine.optimizer, {}, is_loading=False)
+        state = checkpoint._state(engine.model, engine.optimizer, is_loading=False)
         apply_factories(state)
         dist.all_gather_object = dist.distributed_c10d.all_gather_object = gather
         share_writing(state, engine.mesh.dp_context)

@@ -83,7 +83,7 @@ def exchange(model: Path, ours: Path, theirs: Path, samples: Sequence[Sample], p
     engine.load(theirs)
     read = _same(_state(engine), wanted)
     with _megatrons_own(engine) as found:
-        state = checkpoint._state(engine.model, engine.optimizer, {}, is_loading=True)
+        state = checkpoint._state(engine.model, engine.optimizer, is_loading=True)
         engine.optimizer.load_state_dict(dist_checkpointing.load(state, str(ours))["optimizer"])
     return read, _same(found, wanted)
 

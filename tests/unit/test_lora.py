@@ -99,7 +99,7 @@ def test_initial_factors():
         (
             DENSE,
             {"parallel": ParallelConfig(overlap_param_gather=True)},
-            "an adapter's .lora.rank. are gathered at once",
+            "lora.rank. are gathered at once",
         ),
         (SPARSE, {"train": TrainConfig(precision="bf16")}, "kernels.grouped_experts=true multiplies by the weights"),
     ],

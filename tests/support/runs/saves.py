@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import validation
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from isoloss.engine.batching.sample import Sample
@@ -21,13 +22,13 @@ def both_ways(model: Path, theirs: Path, ours: Path, vocab_size: int) -> None:
     """theirs, ours: empty folders."""
     engine = make_engine(model, "fp32", tp=2)
     engine.train_step(make_samples((2, 40, 17), vocab_size), TOKEN_MEAN)
-    state = lambda: checkpoint._state(engine.model, engine.optimizer, {"step": 1}, is_loading=False)
-    share = Share(ours, state(), engine.mesh.dp_context, HostCopies())
+    state, extra = lambda: checkpoint._state(engine.model, engine.optimizer, is_loading=False), {"step": 1}
+    share = Share(ours, state(), extra, engine.mesh.dp_context, HostCopies())
     written = gather_objects(share.write())
     if dist.get_rank() == 0:
         share.complete(written)
     filesystem_async._results_queue = None
-    dist_checkpointing.save(state(), str(theirs))
+    dist_checkpointing.save({**state(), "extra": extra}, str(theirs))
     filesystem_async._results_queue._manager.shutdown()
 
 
@@ -53,17 +54,20 @@ def operations(model: Path, folder: Path, vocab_size: int) -> list[tuple[str, st
 
 def taken_then_trained(
     model: Path, waited: Path, apart: Path, samples: list[Sample], precision: str, parallel: dict
-) -> bool:
-    """The same state saved, and taken apart but written after another step only; whether that step changed a weight.
-    In memory that has held another copy, of the weights before."""
+) -> tuple[bool, list[str]]:
+    """The same state saved, and taken apart but written after another step only, with an `extra` of each rank's own;
+    whether that step changed a weight, and what Megatron warned of. In memory that has held another copy, of the
+    weights before."""
     engine = make_engine(model, precision, **parallel)
-    copies = HostCopies()
+    copies, extra = HostCopies(), {"step": 1, "experience": torch.full((3,), 7 + dist.get_rank())}
     engine.stage(apart.with_name("before"), {}, copies)
     copies.release()
     engine.train_step(samples, TOKEN_MEAN)
     before = {name: weight.clone() for name, weight in engine.weights()}
-    engine.save(waited, {"step": 1})
-    staged = engine.stage(apart, {"step": 1}, copies)
+    with mock.patch.object(validation.logger, "warning") as warn:
+        engine.save(waited, extra)
+        staged = engine.stage(apart, extra, copies)
     engine.train_step(samples, TOKEN_MEAN)
     staged.write()
-    return any(not torch.equal(before[name], weight) for name, weight in engine.weights())
+    moved = any(not torch.equal(before[name], weight) for name, weight in engine.weights())
+    return moved, [str(call.args[0]) for call in warn.call_args_list]
