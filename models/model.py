@@ -87,6 +87,10 @@ class Model:
         return [unwrap(chunk) for chunk in self.chunks]
 
     @property
+    def adapter_record(self) -> None:
+        """Return what a checkpoint says of an adapter: this is a whole model."""
+
+    @property
     def device(self) -> torch.device:
         return next(self.chunks[0].parameters()).device
 

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,34 @@ from isoloss.models.weights.checkpoint_names import native_style
 from isoloss.models.weights.distcp import Folder
 from isoloss.models.weights.manifest import DamagedError
 from isoloss.models.weights.side_files import SideFiles
-from isoloss.parallel import UserError
+from isoloss.parallel import Mesh, UserError
 from isoloss.parallel.collectives import gather_objects
 
 STEP_FOLDER = "step_{:08d}"
 _LEFTOVER = re.compile(r"\.step_([0-9]+)\.(old|partial)")
 Result = TypeVar("Result")
+
+
+class Holds(Protocol):
+    """What a checkpoint holds the weights of: a `Model`, or the `Adapter` of one.
+
+    adapter_record: keys of the adapter and a fingerprint of its model; None for a whole model.
+    """
+
+    @property
+    def modules(self) -> Sequence[Any]: ...
+
+    @property
+    def arch(self) -> Architecture: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def adapter_record(self) -> Mapping[str, Any] | None: ...
 
 
 class NotWrittenError(UserError):
@@ -55,6 +77,7 @@ class Staged:
     stop_token_ids: tuple[int, ...]
     arch: Architecture
     dtype: torch.dtype
+    adapter: Mapping[str, Any] | None
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
         """Write `folder` under a temporary name, sync it to disk, and rename it. Collective over `group`.
@@ -90,19 +113,20 @@ class Staged:
 
     def _describe(self, partial: Path, records: Mapping[str, manifest.FileRecord]) -> manifest.Manifest:
         return manifest.Manifest(
-            kind="trained",
+            kind="trained" if self.adapter is None else "adapter",
             family=self.arch.family,
             vocab_size=self.arch.vocab_size,
             key_style=native_style(self.arch),
             dtypes=(str(self.dtype).removeprefix("torch."),),
             num_tensors=len(Folder(partial).tensors),
             files=records,
+            adapter=self.adapter,
         )
 
 
 def stage(
     folder: Path,
-    model: Model,
+    model: Holds,
     optimizer: ChainedOptimizer,
     side_files: SideFiles,
     extra: Mapping[str, object],
@@ -121,15 +145,17 @@ def stage(
     _together(folder, lambda: _make_anew(partial) if dist.get_rank() == 0 else None, None)
     state = _state(model, optimizer, is_loading=False)
     share = Share(partial, state, extra, model.mesh.dp_context, copies)
-    return Staged(folder, share, side_files, tuple(stop_token_ids), model.arch, model.dtype)
+    return Staged(folder, share, side_files, tuple(stop_token_ids), model.arch, model.dtype, model.adapter_record)
 
 
-def load(folder: Path, model: Model, optimizer: ChainedOptimizer) -> dict[str, object]:
+def load(folder: Path, model: Holds, optimizer: ChainedOptimizer) -> dict[str, object]:
     """Load weights and optimizer state into this layout; return `extra`. Collective over the world.
 
-    Raises DamagedError on every rank, before anything is loaded, if a file is damaged.
+    Raises on every rank, before anything is loaded, DamagedError if a file is damaged, and UserError for an adapter
+    where a whole model is trained, for the reverse, and for another adapter.
     """
     common, tensors = verify(folder)
+    _check_adapter(folder, manifest.read(folder).adapter, model.adapter_record)
     wanted = _state(model, optimizer, is_loading=True)
     with reader.reading(tensors):
         state: Any = dist_checkpointing.load(wanted, str(folder), common_strategy=reader.Common(common))
@@ -145,6 +171,26 @@ def load(folder: Path, model: Model, optimizer: ChainedOptimizer) -> dict[str, o
     optimizer.load_state_dict(state["optimizer"])
     complete_state(optimizer)
     return state["extra"]
+
+
+def _check_adapter(folder: Path, saved: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> None:
+    if saved is None or here is None:
+        if saved is not here:
+            holds, trains = ("a whole model", "an adapter") if saved is None else ("an adapter", "a whole model")
+            raise UserError(f"{folder} holds {holds}, and lora.rank says that {trains} is trained: correct one of them")
+        return
+    for name in here:
+        if saved.get(name) == here[name]:
+            continue
+        if name == "base":
+            raise UserError(
+                f"{folder} holds an adapter of other weights than those of model.path ({saved.get(name)}, not "
+                f"{here[name]}): give the model that the adapter was trained on"
+            )
+        raise UserError(
+            f"{folder} holds an adapter with lora.{name}={saved.get(name)}, and here lora.{name} means {here[name]}: "
+            "correct the key, or begin anew"
+        )
 
 
 def read_extra(folder: Path) -> dict[str, object]:
@@ -216,7 +262,7 @@ def export_hf(folder: Path, model: Model, own_dtypes: Mapping[str, torch.dtype])
     dist.barrier()
 
 
-def _state(model: Model, optimizer: ChainedOptimizer, *, is_loading: bool) -> dict:
+def _state(model: Holds, optimizer: ChainedOptimizer, *, is_loading: bool) -> dict:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,

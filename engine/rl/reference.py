@@ -1,21 +1,15 @@
 """Compute log-probabilities of the initial policy, in the layout of the policy and without a second model."""
 
-import hashlib
-import zlib
 from collections.abc import Iterator, Sequence
-from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.memory.offload import Offloader, pinned_like
 from isoloss.engine.run.folder import Fingerprint
 from isoloss.engine.step.engine import Engine
-from isoloss.engine.step.model_source import ModelSource
-from isoloss.models.weights.weight_map import weight_map
-from isoloss.parallel.collectives import gather_objects
+from isoloss.engine.step.model_source import ModelSource, digest
 
 PIECE = 1 << 26  # bytes; the copies of two pieces overlap
 
@@ -76,16 +70,5 @@ class Reference:
 
 
 def fingerprint(source: ModelSource) -> Fingerprint:
-    """Return a fingerprint of the weights in model.path, however its files divide them: CRC-32 of every tensor.
-
-    The weights are read once more, one at a time, and the ranks share the work. One all-gather over the world.
-    """
-    weights = weight_map(source.arch)[dist.get_rank() :: dist.get_world_size()]
-    mine = [(weight.name, _crc32(source.weights.whole(weight))) for weight in weights]
-    checksums = sorted(chain.from_iterable(gather_objects(mine)))
-    digest = hashlib.sha256(repr(checksums).encode()).hexdigest()[:16]
-    return Fingerprint("the reference (the weights of model.path)", digest, "a file of model.path")
-
-
-def _crc32(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    """Return a fingerprint of the weights in model.path. Collective as `digest`."""
+    return Fingerprint("the reference (the weights of model.path)", digest(source), "a file of model.path")

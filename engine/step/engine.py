@@ -27,7 +27,7 @@ from isoloss.engine.memory.offload import Offloader
 from isoloss.engine.step import moe_balancing, replica_check
 from isoloss.engine.step.forward_backward import Head, StepMetrics, run_step, run_targets
 from isoloss.engine.step.losses import Loss, LossLike, Term, as_loss, negative_log_likelihood
-from isoloss.engine.step.model_source import ModelSource, resolve
+from isoloss.engine.step.model_source import ModelSource, digest, resolve
 from isoloss.engine.step.optimizer import Gather, Overlap, clip_gradients, global_grad_norm, set_hyperparameters
 from isoloss.engine.step.step_batch import StepBatch, prepare_step
 from isoloss.engine.step.trained import Trained
@@ -331,17 +331,18 @@ class Engine:
 
         copies: pool for copies of tensors of the host, so that the engine may go on before `write`; None: no copies.
         """
-        self._refuse_adapter("a checkpoint holds the model's own weights")
         self.return_to_device()
         return checkpoint.stage(
-            Path(folder), self.model, self.optimizer, self.source.side_files, extra or {}, copies, self.stop_token_ids
+            Path(folder), self._held(), self.optimizer, self.source.side_files, extra or {}, copies, self.stop_token_ids
         )
 
     def load(self, folder: str | Path) -> dict[str, object]:
-        """Load a checkpoint written by `save`, in any layout; returns its `extra`. Collective over the world."""
-        self._refuse_adapter("a checkpoint holds the model's own weights")
+        """Load a checkpoint written by `save`, in any layout; returns its `extra`. Collective over the world.
+
+        Raises UserError for an adapter of another model, rank, scale or targets.
+        """
         self.return_to_device()
-        return checkpoint.load(Path(folder), self.model, self.optimizer)
+        return checkpoint.load(Path(folder), self._held(), self.optimizer)
 
     def export_hf(self, folder: str | Path) -> None:
         """Write a Hugging Face folder that transformers and every server load; of a multimodal model, its text model.
@@ -415,6 +416,15 @@ class Engine:
         check_tokens(samples, self.arch.vocab_size)
         limits = self.mesh.layout, self.config.batch.max_tokens, self.cost_model
         return plan_step(samples, *limits, share_prefixes=self.shares_prefixes)
+
+    def _held(self) -> checkpoint.Holds:
+        """Return what a checkpoint holds: the model, or its adapter with a fingerprint of the model, which the first
+        call computes. Collective over the world."""
+        adapter = self.trained.adapter
+        if adapter is None:
+            return self.model
+        adapter.base = adapter.base or digest(self.source)
+        return adapter
 
     def _refuse_adapter(self, why: str) -> None:
         if self.trained.adapter is not None:

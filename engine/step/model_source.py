@@ -1,13 +1,17 @@
 """Read and check the model that a configuration names, once a run, before any process group exists."""
 
+import hashlib
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from isoloss.engine.config import rules
 from isoloss.engine.config.schema import Config
@@ -31,6 +35,7 @@ from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.models.weights.side_files import SideFiles
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout, UserError
+from isoloss.parallel.collectives import gather_objects
 from isoloss.parallel.runtime import device, environment
 from isoloss.parallel.runtime.versions import check_apex
 
@@ -77,6 +82,21 @@ def resolve(config: Config) -> ModelSource:
     weights = RandomWeights(arch, config.train.seed) if from_scratch else open_weights(path, arch)
     seed = config.train.seed if config.lora.seed is None else config.lora.seed
     return ModelSource(path, arch, layout, weights, side_files, _own_dtypes(weights, arch), InitialFactors(seed))
+
+
+def digest(source: ModelSource) -> str:
+    """Return a digest of the weights in model.path, however its files divide them: of the CRC-32 of every tensor.
+
+    The weights are read once more, one at a time, and the ranks share the work. One all-gather over the world.
+    """
+    weights = weight_map(source.arch)[dist.get_rank() :: dist.get_world_size()]
+    mine = [(weight.name, _crc32(source.weights.whole(weight))) for weight in weights]
+    checksums = sorted(chain.from_iterable(gather_objects(mine)))
+    return hashlib.sha256(repr(checksums).encode()).hexdigest()[:16]
+
+
+def _crc32(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def open_weights(path: str | Path, arch: Architecture) -> WeightSource:

@@ -12,7 +12,7 @@ tensors in the matrix.
 # Megatron hangs attributes on parameters and modules.
 # pyright: reportAttributeAccessIssue=false
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -22,10 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from isoloss.models.architecture import Architecture
 from isoloss.models.lora.config import LoraConfig
-from isoloss.models.lora.factors import Factors, adapter_map
+from isoloss.models.lora.factors import Factors, adapter_map, leaves
+from isoloss.models.lora.sharded import sharded
 from isoloss.models.model import LocalWeight, Model
 from isoloss.models.weights.hf_checkpoint import WeightSource
+from isoloss.parallel import Mesh
 from isoloss.parallel.collectives import gather_shards
 from isoloss.parallel.ops.matmul import add_product, product
 
@@ -167,14 +170,22 @@ VALUE_HEAD = "output_layer.weight"  # of a critic
 
 
 class AdapterChunk(nn.Module):
-    """The factors of a chunk of the model, by the names of the adapter map. config: Megatron's of the model."""
+    """The factors of a chunk of the model, by the names of the adapter map.
 
-    def __init__(self, config: Any):
+    config: Megatron's configuration of the model.
+    owned: the factors and what they are parts of.
+    """
+
+    def __init__(self, config: Any, mesh: Mesh):
         super().__init__()
-        self.config = config
+        self.config, self._mesh = config, mesh
+        self.owned: list[LocalWeight] = []
 
-    def add(self, name: str, factor: nn.Parameter) -> None:
-        *path, last = name.split(".")
+    def add(self, owned: LocalWeight) -> None:
+        factor = owned.parameter
+        assert isinstance(factor, nn.Parameter)
+        self.owned.append(owned)
+        *path, last = owned.weight.name.split(".")
         module: nn.Module = self
         for step in path:
             if step not in module._modules:
@@ -182,38 +193,41 @@ class AdapterChunk(nn.Module):
             module = module.get_submodule(step)
         module.register_parameter(last, factor)
 
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+        """Return the sharded factors in the form of Megatron's checkpoints."""
+        assert not sharded_offsets
+        del metadata
+        return {f"{prefix}{owned.weight.name}": sharded(owned, self._mesh) for owned in self.owned}
+
 
 class Adapter:
     """An adapter of a model on this rank: factors for every adapted matrix. The model is frozen, but for the value head
     of a critic, which is trained with them.
 
+    base: fingerprint of the model's weights, for checkpoints.
     layers: adapters of layers with the modules that multiply by them.
     chunks: the factors as modules, one for each of the model's chunks, to be wrapped and stepped.
     """
 
     def __init__(self, model: Model, lora: LoraConfig):
         """Make the factors, with uninitialised values. Raises UserError as `adapter_map`."""
-        self.model, self.lora = model, lora
+        self.model, self.lora, self.base = model, lora, ""
         for tensor in model.tensors():
             tensor.requires_grad_(False)
         self._of_weight = {factors.base.name: factors for factors in adapter_map(model.arch, lora)}
         self.layers: list[tuple[Any, LayerAdapter]] = []
-        self.chunks: list[AdapterChunk] = []
-        self._owned: list[LocalWeight] = []
         modules = model.modules
         owners = {id(module._parameters.get("weight")): module for chunk in modules for module in chunk.modules()}
         chunk_of = {id(parameter): index for index, chunk in enumerate(modules) for parameter in chunk.parameters()}
-        self.chunks = [AdapterChunk(chunk.config) for chunk in modules]
+        self.chunks = [AdapterChunk(chunk.config, model.mesh) for chunk in modules]
         for base in model.owned():
             factors = self._of_weight.get(base.weight.name)
             chunk = self.chunks[chunk_of.get(id(base.parameter), 0)]
             if factors is not None:
                 self._adapt(chunk, owners[id(base.parameter)], base, factors)
             elif base.weight.name == VALUE_HEAD and model.arch.critic:
-                assert isinstance(base.parameter, nn.Parameter)
                 base.parameter.requires_grad_()
-                chunk.add(base.weight.name, base.parameter)
-                self._owned.append(base)
+                chunk.add(base)
 
     def _adapt(self, chunk: AdapterChunk, module: Any, base: LocalWeight, factors: Factors) -> None:
         tp_size, tp_rank, weight = base.tp.size(), base.tp.rank(), base.parameter
@@ -225,9 +239,38 @@ class Adapter:
         _mark(a, base, dim=1 if split_a else None)
         _mark(b, base, dim=0 if split_b else None)
         for factor, described in ((a, factors.a), (b, factors.b)):
-            chunk.add(described.name, factor)
-            self._owned.append(LocalWeight(described, factor, base.tp, replica=False, first=base.first))
+            chunk.add(LocalWeight(described, factor, base.tp, replica=False, first=base.first))
         self.layers.append((module, LayerAdapter(factors, a, b, part_O)))
+
+    # ---- what a checkpoint asks of it, as of a `Model` ---------------------------------------------------------------
+
+    @property
+    def modules(self) -> Sequence[AdapterChunk]:
+        return self.chunks
+
+    @property
+    def arch(self) -> Architecture:
+        return self.model.arch
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.model.mesh
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def adapter_record(self) -> Mapping[str, Any]:
+        """Return what a checkpoint says of the adapter, and has to say where it is loaded: plain values."""
+        lora = self.lora
+        return {
+            "rank": lora.rank, "alpha": lora.alpha, "scaling": lora.scaling, "expert_rank": lora.expert_rank,
+            "targets": sorted({leaf for factors in self._of_weight.values() for leaf in leaves(factors.base)}),
+            "base": self.base,
+        }  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------------------------------
 
     def activate(self) -> None:
         """Let the model compute with this adapter."""
@@ -250,12 +293,12 @@ class Adapter:
 
     def owned(self) -> list[LocalWeight]:
         """Every parameter of this rank that is trained, in the order of the model."""
-        return self._owned
+        return [owned for chunk in self.chunks for owned in chunk.owned]
 
     @torch.no_grad()
     def load(self, source: WeightSource) -> None:
         """Fill the factors. No collectives."""
-        for owned in self._owned:
+        for owned in self.owned():
             if owned.weight.name == VALUE_HEAD:
                 continue
             whole = source.whole(owned.weight)
@@ -263,7 +306,7 @@ class Adapter:
 
     def whole_tensors(self, of: Callable[[Tensor], Tensor] = lambda p: p.data) -> Iterator[tuple[LocalWeight, Tensor]]:
         """Every parameter of this rank that is trained, whole, as `Model.whole_tensors`. Collective over tp and etp."""
-        for owned in self._owned:
+        for owned in self.owned():
             yield owned, owned.weight.mapping.unshard(gather_shards(of(owned.parameter), owned.tp))
 
     def sum_parts(self) -> None:
@@ -271,7 +314,7 @@ class Adapter:
         over data-parallel ranks. Collectives: one all-reduce over tp and one over etp, where these have several ranks.
         """
         of_group: dict[dist.ProcessGroup, list[Tensor]] = {}
-        for owned in self._owned:
+        for owned in self.owned():
             if owned.tp.size() > 1 and self._has_parts(owned):
                 of_group.setdefault(owned.tp, []).append(owned.parameter.main_grad)
         for group, gradients in of_group.items():

@@ -97,6 +97,11 @@ class CheckpointWeights:
         if not (path / manifest.NAME).is_file():  # plain Megatron-Core writes none
             return
         found = manifest.read(path)
+        if found.adapter is not None:
+            raise UserError(
+                f"{path} holds an adapter, not a model: give the folder of the model that it was trained on, and load "
+                "the adapter by Engine.load"
+            )
         manifest.check_sizes(path, found)
         for field in ("family", "vocab_size"):
             ours, theirs = getattr(self.arch, field), getattr(found, field)

@@ -19,7 +19,7 @@ from isoloss.parallel.runtime.errors import UserError
 
 NAME = "isoloss.json"
 VERSION = 1
-KINDS = ("converted", "trained")
+KINDS = ("converted", "trained", "adapter")
 _BLOCK_BYTES = 4 << 20
 MAX_JSON_BYTES = (
     256 << 20
@@ -44,13 +44,14 @@ class FileRecord:
 @dataclass(frozen=True)
 class Manifest:
     """The description of a checkpoint's files.
-    kind: "converted" from a Hugging Face folder, or "trained".
+    kind: "converted" from a Hugging Face folder, "trained", or "adapter", of which it holds the factors alone.
     family: family of the architecture, such as "llama".
     vocab_size: the true one, without padding rows.
     key_style: naming of the weights (checkpoint_names).
     dtypes: types of the weights, sorted, such as ("bfloat16",).
     num_tensors: number of tensors that the checkpoint's own metadata names.
     files: every other file of the folder by its relative name, with "/" on every system.
+    adapter: keys of the adapter and a fingerprint of the weights that it is for; None for a whole model.
     """
 
     kind: str
@@ -60,6 +61,7 @@ class Manifest:
     dtypes: tuple[str, ...]
     num_tensors: int
     files: Mapping[str, FileRecord]
+    adapter: Mapping[str, Any] | None = None
 
     def to_json(self) -> str:
         fields = {
@@ -67,6 +69,8 @@ class Manifest:
             "key_style": self.key_style.value, "dtypes": list(self.dtypes), "num_tensors": self.num_tensors,
             "files": files_to_json(self.files),
         }  # fmt: skip
+        if self.adapter is not None:
+            fields["adapter"] = dict(self.adapter)
         return json.dumps({**fields, "crc32": _crc32_of_fields(fields)}, indent=2) + "\n"
 
 
@@ -91,6 +95,7 @@ def read(folder: str | Path) -> Manifest:
             dtypes=tuple(map(str, fields["dtypes"])),
             num_tensors=int(fields["num_tensors"]),
             files=files_from_json(fields["files"]),
+            adapter=dict(fields["adapter"]) if "adapter" in fields else None,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError(f"{path} is damaged ({error!r}); convert or save the checkpoint again") from None

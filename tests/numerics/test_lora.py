@@ -206,8 +206,6 @@ def test_what_does_not_hold_adapters_says_so(one_rank, reference, tmp_path):
     folder, _ = reference("qwen3")
     engine = world.make_engine(folder)
     calls = (
-        lambda: engine.save(tmp_path / "step_00000001"),
-        lambda: engine.load(tmp_path / "step_00000001"),
         lambda: engine.export_hf(tmp_path / "hf"),
         lambda: next(engine.weight_stream(1 << 20, "rank 0")),
     )

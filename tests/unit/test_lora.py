@@ -121,7 +121,7 @@ def test_a_frozen_model_moves_no_selection_bias():
 
 @pytest.mark.parametrize("train", (train_sft, train_rl))
 def test_runs_and_commands_refuse_adapters(train):
-    """Before anything is read: a run that could not save what it learned would lose it."""
+    """Before anything is read: a run that could not export what it learned would lose it."""
     config = Config if train is train_sft else RLConfig
     with pytest.raises(UserError, match=r"lora.rank=2 is for isoloss.engine.Engine alone"):
         train(config(ModelConfig("nowhere"), lora=LoraConfig(rank=2)))

@@ -188,3 +188,32 @@ def by_hand(arch, rank: int = LORA.rank) -> int:
     ]
     shapes += [(arch.hidden_size, mlp.width)] * 2 + [(mlp.width, arch.hidden_size)]
     return arch.num_layers * sum(rank * (inputs + outputs) for inputs, outputs in shapes)
+
+
+def saved(folder: Path, out: Path, samples: Sequence[Sample], options: Mapping[str, Any]) -> list[float]:
+    """Two steps, a checkpoint, and the losses and norms of two steps more."""
+    engine = make_engine(folder, **options)
+    for _ in range(2):
+        engine.train_step(samples, TOKEN_MEAN)
+    engine.save(out, {"step": 2})
+    return _two_steps(engine, samples)
+
+
+def resumed(folder: Path, out: Path, samples: Sequence[Sample], options: Mapping[str, Any]) -> list[float]:
+    """The losses and norms of the two steps after the checkpoint."""
+    engine = make_engine(folder, **options)
+    assert engine.load(out) == {"step": 2}
+    return _two_steps(engine, samples)
+
+
+def _two_steps(engine: Engine, samples: Sequence[Sample]) -> list[float]:
+    done = [engine.train_step(samples, TOKEN_MEAN) for _ in range(2)]
+    return [number for metrics, result in done for number in (metrics.loss, result.grad_norm)]
+
+
+def change_one_number(folder: Path) -> None:
+    """Change the last bit or so of one weight of a folder."""
+    (path,) = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["model.norm.weight"][0] += 1e-6
+    save_file(tensors, path, metadata={"format": "pt"})
