@@ -27,6 +27,8 @@ PYTEST := $(ONE_THREAD) $(BIN)/pytest
 INSTALL = $(1)/bin/python tools/dev/install.py
 # Its chat templates, which tests render; nothing imports it.
 TEMPLATES := trl==1.16.0
+# What tests load exported adapters with, and what it imports.
+PEFT := peft==0.21.2 accelerate==1.15.0
 PARALLEL := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 # The model that `make grpo` and `make dapo` start from: fine-tuned on careless demonstrations, once for both.
@@ -62,7 +64,7 @@ install: .venv/.ready
 	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "isoloss needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(call INSTALL,.venv) $(TORCH) -c constraints.txt
 	$(call INSTALL,.venv) -e '.[dev]' -c constraints.txt
-	$(call INSTALL,.venv) --no-deps $(TEMPLATES)
+	$(call INSTALL,.venv) --no-deps $(TEMPLATES) $(PEFT)
 	touch $@
 
 # All that .ci/run uses.
@@ -103,7 +105,7 @@ newer: .venv312/.ready
 	sed 's/^megatron-core==.*/$(NEWER)/' constraints.txt > .venv312/constraints.txt
 	$(call INSTALL,.venv312) $(TORCH) -c .venv312/constraints.txt
 	$(call INSTALL,.venv312) -e '.[dev]' -c .venv312/constraints.txt
-	$(call INSTALL,.venv312) --no-deps $(TEMPLATES)
+	$(call INSTALL,.venv312) --no-deps $(TEMPLATES) $(PEFT)
 	touch $@
 
 # Branches of what trains, ranks and subprocesses included.

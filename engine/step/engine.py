@@ -18,6 +18,7 @@ from isoloss.engine.batching.packing import PackedBatch
 from isoloss.engine.batching.plan import plan_step, planned
 from isoloss.engine.batching.sample import Sample, check_tokens
 from isoloss.engine.checkpoint import checkpoint
+from isoloss.engine.checkpoint.adapter_folder import export_adapter
 from isoloss.engine.checkpoint.writer import HostCopies
 from isoloss.engine.config import rules
 from isoloss.engine.config.schema import Config
@@ -353,6 +354,16 @@ class Engine:
         if dist.get_rank() == 0:
             self.source.side_files.write(folder, self.arch.text_only(), self.stop_token_ids)
         dist.barrier()
+
+    def export_adapter(self, folder: str | Path) -> None:
+        """Write the adapter as PEFT's folder, which transformers and servers load with the model of model.path.
+
+        Raises UserError without an adapter (lora.rank=0), or if the folder holds one. Collective over the world.
+        """
+        if self.trained.adapter is None:
+            raise UserError("lora.rank=0: the model has no adapter to export; export_hf() writes the model")
+        self._whole_weights()
+        export_adapter(Path(folder), self.trained.adapter, self.source.path)
 
     # ---- memory of the device, for others ---------------------------------------------------------------------------
 

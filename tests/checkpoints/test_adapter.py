@@ -1,16 +1,22 @@
 """Checkpoints of adapters: small, for any layout, and of one model, rank and set of targets."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import peft
 import pytest
+import torch
+from numerics.test_transformers_parity import SCALED_COSINES, transformers_logprobs, transformers_model
+from peft.utils import load_peft_weights, set_peft_model_state_dict
 from support.models import lora as world
-from support.models.families import VOCAB, write_folder
+from support.models.families import MODELS, SPARSE, VOCAB, write_folder
 from support.models.lora import LORA
 from support.models.transformers_parity import make_samples
 
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.lora.config import LoraConfig
+from isoloss.models.lora.peft_folder import config_of
 from isoloss.models.weights import manifest
 from isoloss.parallel import UserError
 
@@ -42,6 +48,70 @@ def test_any_layout_goes_on_from_it(family, saving, loading, common, tolerance, 
     for layout in loading:
         for rank in pool.run(2, world.resumed, folder, out, SAMPLES, common | layout):
             assert rank == pytest.approx(wanted, rel=tolerance), layout
+
+
+FAMILIES = [name for name in MODELS if name not in SCALED_COSINES]
+# Plain; names of dense MLPs, which PEFT takes for experts'; experts that PEFT joins.
+QUICK = ("qwen3", "deepseek-v3-plain", "qwen3.5-moe")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.full) for n in FAMILIES])
+def test_peft_loads_what_is_exported(name, pool, one_rank, monkeypatch, tmp_path):
+    """Without a key too many, from ranks that hold parts; log-probabilities are the engine's."""
+    folder, out = write_folder(name, tmp_path / "model"), tmp_path / "adapter"
+    layout = {"ep": 2} if name in SPARSE else {"tp": 2, "pp": 2}
+    (loss, *_) = pool.run(2 if name in SPARSE else 4, world.exported, folder, out, SAMPLES, layout)
+    assert sorted(path.name for path in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    model = transformers_model(folder, "fp64", monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = peft.PeftModel.from_pretrained(model, str(out), autocast_adapter_dtype=False)
+    loaded = set_peft_model_state_dict(adapted, load_peft_weights(str(out), device="cpu"))
+    assert loaded.unexpected_keys == [] and not [key for key in loaded.missing_keys if "lora" in key]
+    targets = sum(int(sample.mask_T.sum()) for sample in SAMPLES)
+    with torch.no_grad():
+        found = -sum(float(transformers_logprobs(adapted, sample).sum()) for sample in SAMPLES) / targets
+    assert found == pytest.approx(loss, rel=1e-12)
+
+
+def test_gpt_oss_in_peft(pool, one_rank, monkeypatch, tmp_path):
+    """A tensor of all experts, as [in, out]. transformers rounds its rotations to fp32."""
+    folder, out = write_folder("gpt-oss", tmp_path / "model"), tmp_path / "adapter"
+    (loss, *_) = pool.run(2, world.exported, folder, out, SAMPLES, {"ep": 2})
+    model = transformers_model(folder, "fp64", monkeypatch)
+    adapted = peft.PeftModel.from_pretrained(model, str(out), autocast_adapter_dtype=False)
+    loaded = set_peft_model_state_dict(adapted, load_peft_weights(str(out), device="cpu"))
+    assert loaded.unexpected_keys == []
+    targets = sum(int(sample.mask_T.sum()) for sample in SAMPLES)
+    with torch.no_grad():
+        found = -sum(float(transformers_logprobs(adapted, sample).sum()) for sample in SAMPLES) / targets
+    assert found == pytest.approx(loss, rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("lora", "wanted"),
+    [
+        (LoraConfig(rank=4, alpha=8.0, scaling="sqrt-rank"), {"r": 4, "lora_alpha": 16.0, "rank_pattern": {}}),
+        (
+            LoraConfig(rank=4, alpha=8.0, expert_rank=2),
+            {"rank_pattern": {r".*\.experts\..*": 2}, "alpha_pattern": {r".*\.experts\..*": 8.0}},
+        ),
+    ],
+)
+def test_scales_and_ranks_of_an_export(lora, wanted, tmp_path):
+    """The scale is alpha / r also for rsLoRA, since SGLang reads nothing else."""
+    arch = read_architecture(str(write_folder("qwen3-moe", tmp_path)))
+    config = config_of(arch, lora, "BASE")
+    assert {key: config[key] for key in wanted} == wanted and config["use_rslora"] is False
+
+
+def test_an_export_overwrites_nothing(model, one_rank, tmp_path):
+    engine = world.make_engine(model)
+    engine.export_adapter(tmp_path)
+    with pytest.raises(UserError, match=r"holds an adapter already"):
+        engine.export_adapter(tmp_path)
+    with pytest.raises(UserError, match=r"lora.rank=0: the model has no adapter to export"):
+        world.make_engine(model, LoraConfig()).export_adapter(tmp_path / "other")
 
 
 def test_it_holds_the_adapter_alone(model, one_rank, tmp_path):

@@ -206,6 +206,13 @@ def resumed(folder: Path, out: Path, samples: Sequence[Sample], options: Mapping
     return _two_steps(engine, samples)
 
 
+def exported(folder: Path, out: Path, samples: Sequence[Sample], layout: Mapping[str, Any]) -> float:
+    """The loss of an adapter that is exported."""
+    engine = make_engine(folder, **layout)
+    engine.export_adapter(out)
+    return engine.evaluate(samples, TOKEN_MEAN).loss
+
+
 def _two_steps(engine: Engine, samples: Sequence[Sample]) -> list[float]:
     done = [engine.train_step(samples, TOKEN_MEAN) for _ in range(2)]
     return [number for metrics, result in done for number in (metrics.loss, result.grad_norm)]
