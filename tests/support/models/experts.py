@@ -69,7 +69,7 @@ def biases_of_steps_not_taken(config: Config, frozen: bytes) -> dict[str, list[f
     engine.forward_backward(samples, loss)
     engine.zero_grad()
     engine.forward_backward(samples, loss)
-    engine._finite = False
+    engine.trained.finite = False
     assert not engine.optim_step().applied
     return biases_of(engine)
 

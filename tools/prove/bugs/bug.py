@@ -21,7 +21,7 @@ Wrong = Callable[[Any], Any]
 Reweigh = Callable[[Sequence[Sample], Plan, Mesh], Callable[[int, Tensor], Tensor]]
 
 PREPARE_STEP = "isoloss.engine.step.engine.prepare_step"
-REDUCE_GRADIENTS = "isoloss.engine.step.engine.finalize_model_grads"
+REDUCE_GRADIENTS = "isoloss.engine.step.trained.finalize_model_grads"
 
 
 @dataclass(frozen=True)
