@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 
 class Holds(Protocol):
-    """What a checkpoint holds the weights of: a `Model`, or the `Adapter` of one.
+    """Describe what a checkpoint holds the weights of: a `Model`, or the `Adapter` of one.
 
     adapter_record: keys of the adapter and a fingerprint of its model; None for a whole model.
     """
