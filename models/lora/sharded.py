@@ -36,7 +36,10 @@ def sharded(owned: LocalWeight, mesh: Mesh) -> ShardedTensor | ShardedTensorFact
             for run, piece in pieces
         ]
 
-    return ShardedTensorFactory(weight.name, owned.parameter, build, torch.cat, replica)
+    def merge(pieces: Any) -> Tensor:
+        return torch.cat(pieces)
+
+    return ShardedTensorFactory(weight.name, owned.parameter, build, merge, replica)
 
 
 def _runs(rows: Sequence[int]) -> list[range]:
