@@ -24,12 +24,12 @@ def export_adapter(folder: Path, adapter: Adapter, base: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if any(gather_objects((folder / TENSORS).exists())):
         raise UserError(f"{folder} holds an adapter already; choose another folder, or delete it")
-    arch, piece = adapter.arch.text_only(), folder / f".rank{dist.get_rank():05}.safetensors"
-    mine = {f"{index}": tensor for index, tensor in _own_parts(adapter)}
-    save_file(mine, piece)
+    arch = adapter.arch.text_only()
+    # By name and not by a pattern: an export that was killed, with more ranks, may have left others.
+    pieces = [folder / f".rank{rank:05}.safetensors" for rank in range(dist.get_world_size())]
+    save_file({f"{index}": tensor for index, tensor in _own_parts(adapter)}, pieces[dist.get_rank()])
     dist.barrier()
     if dist.get_rank() == 0:
-        pieces = sorted(folder.glob(".rank*.safetensors"))
         values = {int(index): tensor for path in pieces for index, tensor in load_file(path).items()}
         weights = [weight for factors in adapter_map(arch, adapter.lora) for weight in (factors.a, factors.b)]
         parts = [part for weight in weights for part in weight.parts]
@@ -38,7 +38,7 @@ def export_adapter(folder: Path, adapter: Adapter, base: Path) -> None:
         partial = folder / f".{TENSORS}"
         save_file(tensors, partial, metadata={"format": "pt"})
         partial.rename(folder / TENSORS)
-        for path in pieces:
+        for path in folder.glob(".rank*.safetensors"):
             path.unlink()
     dist.barrier()
 

@@ -32,7 +32,7 @@ class Trained:
 
     def __init__(self, model: Model, config: Config, adapter: Adapter | None = None):
         self._model, self.adapter = model, adapter
-        self.modules: Sequence[nn.Module] = model.modules if adapter is None else adapter.chunks
+        self.modules: Sequence[nn.Module] = (adapter or model).modules
         self.chunks = wrap_ddp(self.modules, config, model.mesh)
         self.optimizer = build_optimizer(self.chunks, config, model.dtype)
         self.overlap = Overlap(self.chunks)

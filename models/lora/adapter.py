@@ -12,7 +12,7 @@ tensors in the matrix.
 # Megatron hangs attributes on parameters and modules.
 # pyright: reportAttributeAccessIssue=false
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -206,7 +206,7 @@ class Adapter:
 
     base: fingerprint of the model's weights, for checkpoints.
     layers: adapters of layers with the modules that multiply by them.
-    chunks: the factors as modules, one for each of the model's chunks, to be wrapped and stepped.
+    modules: the factors as modules, one for each of the model's chunks, to be wrapped and stepped.
     """
 
     def __init__(self, model: Model, lora: LoraConfig):
@@ -219,10 +219,10 @@ class Adapter:
         modules = model.modules
         owners = {id(module._parameters.get("weight")): module for chunk in modules for module in chunk.modules()}
         chunk_of = {id(parameter): index for index, chunk in enumerate(modules) for parameter in chunk.parameters()}
-        self.chunks = [AdapterChunk(chunk.config, model.mesh) for chunk in modules]
+        self.modules = [AdapterChunk(chunk.config, model.mesh) for chunk in modules]
         for base in model.owned():
             factors = self._of_weight.get(base.weight.name)
-            chunk = self.chunks[chunk_of.get(id(base.parameter), 0)]
+            chunk = self.modules[chunk_of.get(id(base.parameter), 0)]
             if factors is not None:
                 self._adapt(chunk, owners[id(base.parameter)], base, factors)
             elif base.weight.name == VALUE_HEAD and model.arch.critic:
@@ -243,10 +243,6 @@ class Adapter:
         self.layers.append((module, LayerAdapter(factors, a, b, part_O)))
 
     # ---- what a checkpoint asks of it, as of a `Model` ---------------------------------------------------------------
-
-    @property
-    def modules(self) -> Sequence[AdapterChunk]:
-        return self.chunks
 
     @property
     def arch(self) -> Architecture:
@@ -293,7 +289,7 @@ class Adapter:
 
     def owned(self) -> list[LocalWeight]:
         """Every parameter of this rank that is trained, in the order of the model."""
-        return [owned for chunk in self.chunks for owned in chunk.owned]
+        return [owned for chunk in self.modules for owned in chunk.owned]
 
     @torch.no_grad()
     def load(self, source: WeightSource) -> None:

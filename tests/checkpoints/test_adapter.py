@@ -9,6 +9,7 @@ import pytest
 import torch
 from numerics.test_transformers_parity import SCALED_COSINES, transformers_logprobs, transformers_model
 from peft.utils import load_peft_weights, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 from support.models import lora as world
 from support.models.families import MODELS, SPARSE, VOCAB, write_folder
 from support.models.lora import LORA
@@ -106,8 +107,12 @@ def test_scales_and_ranks_of_an_export(lora, wanted, tmp_path):
 
 
 def test_an_export_overwrites_nothing(model, one_rank, tmp_path):
+    """And takes nothing from one that was killed on more ranks."""
     engine = world.make_engine(model)
+    save_file({"0": torch.zeros(3, 48)}, tmp_path / ".rank00007.safetensors")
     engine.export_adapter(tmp_path)
+    assert all(tensor.any() for tensor in load_file(tmp_path / "adapter_model.safetensors").values())
+    assert not (tmp_path / ".rank00007.safetensors").exists()
     with pytest.raises(UserError, match=r"holds an adapter already"):
         engine.export_adapter(tmp_path)
     with pytest.raises(UserError, match=r"lora.rank=0: the model has no adapter to export"):

@@ -522,7 +522,7 @@ def test_a_run_goes_on_beside_a_copy_of_a_checkpoint(arguments):
 
 
 def test_a_finished_run_can_be_made_longer(arguments, inputs, capsys):
-    """The exported model is that of the new end; nothing is told twice; "before training" is before the first start,
+    """The exported model is that of the new end; nothing is printed twice; "before training" is before the first start,
     but with other rows, whose losses do not compare."""
     held_out = [f"data.eval={inputs}/rows.jsonl" if word.startswith("data.eval=") else word for word in arguments]
     argv = [*held_out, "optim.schedule=constant", "optim.lr=1e-2"]
