@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from isoloss.engine.instruments.console import say
 from isoloss.parallel.runtime import environment
+from isoloss.parallel.runtime.console import say
 
 STATUS = 130  # shells' status of a program that Ctrl-C ended
 # Seconds in which a second SIGINT counts as the same one under torchrun: a launcher may send SIGINT to every process of

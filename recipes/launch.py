@@ -28,10 +28,10 @@ from isoloss.engine.config.help import terminal_help
 from isoloss.engine.config.parse import build, defaults, known_keys, mappings, unknown_key
 from isoloss.engine.config.schema import Config
 from isoloss.engine.instruments import startup
-from isoloss.engine.instruments.console import say
 from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import PreemptedError, UserError
 from isoloss.parallel.runtime import environment, program
+from isoloss.parallel.runtime.console import say
 from isoloss.parallel.runtime.errors import PREEMPTED
 from isoloss.recipes import command_line, config_files, interrupts
 from isoloss.recipes.config_files import ConfigFiles

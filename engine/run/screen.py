@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from isoloss.engine.instruments.console import Bar, LivePart, duration, on_terminal, say
+from isoloss.parallel.runtime.console import Bar, LivePart, duration, on_terminal, say
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

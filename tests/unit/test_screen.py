@@ -7,9 +7,9 @@ import sys
 import pytest
 from support.runs.terminal import terminal
 
-from isoloss.engine.instruments import console
-from isoloss.engine.instruments.console import Progress, Wait, say
 from isoloss.engine.run.screen import Screen, curve, summary, trend
+from isoloss.parallel.runtime import console
+from isoloss.parallel.runtime.console import Progress, Wait, say
 
 SFT = {"loss": 12.3456, "grad_norm": 1.25, "lr": 3e-4, "tokens_per_second": 1234567.0, "mfu": 0.345, "seconds": 1.25}
 RL = {

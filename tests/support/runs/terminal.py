@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from isoloss.engine.instruments import console
+from isoloss.parallel.runtime import console
 
 CODE = re.compile(r"\x1b\[([\d;?]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n])")
 

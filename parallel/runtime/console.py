@@ -232,12 +232,27 @@ class Progress(_Task):
     what, items: words for the line, such as "tokenizing" and "rows of data.train".
     count: function that returns the number of items, called for the first line.
     done: number of items that were done before.
+    nbytes: whether an item is a byte; lines have MB or GB.
     """
 
-    def __init__(self, what: str, items: str, count: Callable[[], int], enabled: bool = True, done: int = 0):
+    def __init__(
+        self,
+        what: str,
+        items: str,
+        count: Callable[[], int],
+        enabled: bool = True,
+        done: int = 0,
+        *,
+        nbytes: bool = False,
+    ):
         super().__init__(enabled)
-        self._what, self._items, self._count = what, items, count
+        self._what, self._items, self._count, self._nbytes = what, items, count, nbytes
         self._done, self._before, self._total = done, done, 0
+
+    def skip(self, number: int) -> None:
+        """Count `number` more items as done before, which took no time."""
+        self._before += number
+        self.advance(number)
 
     def advance(self, number: int = 1) -> None:
         """Count `number` more items as done."""
@@ -250,8 +265,15 @@ class Progress(_Task):
         if self._live is None or self._done < self._total:
             rate = (self._done - self._before) / max(seconds, 1e-3)
             left = duration(max(0, self._total - self._done) / rate)
-            text = f"{self._what} {self._done:,} of {self._total:,} {self._items}"
-            self._report(text, self._done / self._total, f"{rate:,.0f} a second  ETA {left}")
+            done, total, speed = (f"{number:,.0f}" for number in (self._done, self._total, rate))
+            items = self._items
+            if self._nbytes:
+                unit, size = ("GB", 1e9) if self._total >= 1e9 else ("MB", 1e6)
+                done, total, speed = (f"{number / size:,.2f}" for number in (self._done, self._total, rate))
+                items, speed = f"{unit} {items}".rstrip(), f"{speed} {unit}"
+            self._report(
+                f"{self._what} {done} of {total} {items}", self._done / self._total, f"{speed} a second  ETA {left}"
+            )
 
 
 class Wait(_Task):
