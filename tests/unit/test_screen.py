@@ -7,7 +7,7 @@ import sys
 import pytest
 from support.runs.terminal import terminal
 
-from isoloss.engine.run.screen import Screen, curve, summary, trend
+from isoloss.engine.run.screen import FIELDS, MORE_FIELDS, Screen, curve, fields, headline, summary, trend
 from isoloss.parallel.runtime import console
 from isoloss.parallel.runtime.console import Progress, Wait, say
 
@@ -45,11 +45,28 @@ def test_no_number_is_cut(monkeypatch, clock, columns, kind, row):
         text = "\n".join(lines)
         assert [number for number in NUMBERS[kind] if number not in text] == []
         assert ("━" * 10 in lines[0]) and lines[-2].startswith(("loss ▁", "reward ▁")[kind == "rl"])
-        assert (
-            len(lines) <= (9 if columns == 60 else 7)
-            and lines[-1] == ""
-            and (screen.row, screen.column) == (len(lines) - 1, 0)
-        )
+        assert len(lines) <= 5 + 1 and lines[-1] == "" and (screen.row, screen.column) == (len(lines) - 1, 0)
+
+
+@pytest.mark.parametrize("columns", [24, 40, 50, 60, 80])
+def test_numbers_that_have_no_room_are_left_out_from_the_end(monkeypatch, clock, columns):
+    """Whole ones; those that matter most stay."""
+    with terminal(monkeypatch, columns) as screen:
+        view = Screen(0, 100)
+        for step in (1, 2):
+            clock[0] += 1
+            view.show(step, RL, 1.0)
+        lines = screen.read()[:-1]
+        shown = [part for line in lines for part in re.split(" {2,}", line)]
+        every = [*headline(RL), *fields(RL, FIELDS), *fields(RL, MORE_FIELDS)]
+        kept = [number for number in every if number in shown]
+        rows = [line for line in lines if any(number in line for number in kept)]
+        assert len(rows) <= 3 and all(len(line) < columns for line in lines)
+        assert kept[0] == every[0] and (columns < 60 or kept == every[: len(kept)])
+        assert set(shown) - set(kept) <= {
+            part for line in lines if line not in rows for part in re.split(" {2,}", line)
+        }
+        assert len(kept) == {24: 3, 40: 7, 50: 9, 60: 11, 80: 12}[columns]
 
 
 @pytest.mark.parametrize("columns", [60, 100, 200])
