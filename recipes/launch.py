@@ -75,7 +75,7 @@ def main(recipe: str, argv: Sequence[str] | None = None) -> int:
     error); 75 ended by a signal after saving; 130 the same by Ctrl-C. Any other end is a crash, which keeps its
     traceback.
     """
-    with interrupts.watched():
+    with interrupts.watched(last=argv is None):
         return _main(recipe, argv)
 
 

@@ -274,6 +274,7 @@ class Run:
     def _leave(self, received: signal.Signals) -> NoReturn:
         self._saver.wait(last=True)
         folder = step_folder(self.output_dir, self.done)
+        self.metrics.end_progress()
         self.print([f"told to end by {received.name}: saved {folder}; go on with checkpoint.resume=true"])
         raise PreemptedError(received)
 
