@@ -1,7 +1,9 @@
 """What a terminal shows of a run, byte by byte, at three widths; trends and curves."""
 
 import math
+import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -187,3 +189,39 @@ def test_a_curve_has_the_means_of_equal_parts():
     assert curve([0.0, 7.0, 3.5], 60) == "▁█▅"
     assert curve([0.0, 0.0, 7.0, 7.0, 1.0, 1.0], 3) == "▁█▂"
     assert curve([2.0, 2.0], 9) == "▁▁"
+
+
+def test_other_processes_print_above_the_live_view(monkeypatch, clock):
+    """Whole lines, also those of a process that is killed; what it began is passed on at the end."""
+    with terminal(monkeypatch, 80) as screen:
+        view = Screen(0, 3)
+        view.show(1, {"loss": 0.5}, 1.0)
+        relay = console.Relay()
+        command = "echo from a reward function; echo 'and an error' >&2; printf begun; kill -9 $$"
+        done = subprocess.run(["sh", "-c", command], stdout=relay.descriptor, stderr=relay.descriptor)
+        relay.close()
+        relay.close()
+        assert done.returncode == -9
+        *lines, bar, loss, nothing = screen.read()
+        assert lines == ["from a reward function", "and an error", "begun"]
+        assert bar.startswith("step 1/3 ") and loss == "loss 0.5000" and nothing == ""
+
+
+def test_other_processes_print_to_a_log_themselves(capfd):
+    relay = console.Relay()
+    assert relay.descriptor == 2
+    relay.close()
+    assert os.fstat(2)
+
+
+def test_all_parts_are_left_and_the_next_line_stands_below(monkeypatch, clock):
+    with terminal(monkeypatch, 80) as screen:
+        out = sys.stdout
+        assert not console.is_live()
+        for step in (1, 2):
+            Screen(0, 3).show(step, {"loss": 0.5}, 1.0)
+        assert console.is_live()
+        console.leave()
+        assert not console.is_live() and sys.stdout is out
+        say("below")
+        assert [line[:8] for line in screen.read()] == ["step 1/3", "loss 0.5", "step 2/3", "loss 0.5", "below", ""]
