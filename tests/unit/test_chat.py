@@ -302,7 +302,7 @@ def test_text_every_token_but_the_first(tokenizer):
         ),
         ({"messages": CHAT, "tools": {"name": "add"}}, ["`tools` must be a list", "dict"]),
         ({"messages": CHAT, "tools": ["add"]}, ["`tools[0]` is not JSON", "fix it"]),
-        ({"messages": CHAT, "tools": [ADD, "7"]}, ["`tools` must be a list", "7]"]),
+        ({"messages": CHAT, "tools": [ADD, "7"]}, ["`tools[1]` must be a JSON schema of a function, not int 7"]),
         ({"messages": CHAT, "tools": "[{"}, ["`tools` is not JSON"]),
         ({"text": "a b", "tools": [ADD]}, ["`tools` reaches the model through the chat template", "`text`"]),
         ({"prompt": "a", "completion": "b", "tools": [ADD]}, ["`tools` reaches", "`prompt`"]),
