@@ -10,7 +10,7 @@ import pytest
 from support.runs.runs import write_rows
 
 from isoloss.engine.config.data_config import WeightedFile
-from isoloss.engine.config.schema import BatchConfig, Config, DataConfig, ModelConfig
+from isoloss.engine.config.schema import BatchConfig, Config, DataConfig, ModelConfig, TrainConfig
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.dataset import load_dataset
 from isoloss.engine.data.mixture import Mixture
@@ -169,7 +169,7 @@ def test_both_recipes_tell_them_of_a_mixture(load, tmp_path, one_rank):
 
     data = RLDataConfig(files)
     prompts = load_prompts(data, "train", load_tokenizer(TINY, 2048), max_prompt_tokens=99)
-    config = RLConfig(ModelConfig(TINY), data=data, batch=BatchConfig(8))
+    config = RLConfig(ModelConfig(TINY), data=data, batch=BatchConfig(8), train=TrainConfig(steps=1))
     rl_data: Any = SimpleNamespace(train=prompts, eval=None, rejects=lambda _: SimpleNamespace(lines=lambda _: []))
     run: Any = SimpleNamespace(output_dir="here", total_steps=1, banner=lambda weights, lines, work: lines)
     taken = [line for line in banner(config, rl_data, run) if "takes every" in line]
