@@ -99,7 +99,7 @@ class Session:
             assert self.process.poll() is None or any(re.search(pattern, line) for line in lines), "\n".join(lines)
             return lines if any(re.search(pattern, line) for line in lines) else None
 
-        return until(found, f"the screen shows {pattern}")
+        return until(found, f"the screen shows {pattern}") or []
 
     def type(self, text: str) -> None:
         os.write(self.terminal.master, text.encode())
