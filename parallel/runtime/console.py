@@ -311,8 +311,8 @@ class Progress(_Task):
         if self._live is None or self._done < self._total:
             rate = (self._done - self._before) / max(seconds, 1e-3)
             left = duration(max(0, self._total - self._done) / rate)
-            done, total, speed = (f"{number:,.0f}" for number in (self._done, self._total, rate))
-            items = self._items
+            done, total, items = f"{self._done:,}", f"{self._total:,}", self._items
+            speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
             if self._nbytes:
                 unit, size = ("GB", 1e9) if self._total >= 1e9 else ("MB", 1e6)
                 done, total, speed = (f"{number / size:,.2f}" for number in (self._done, self._total, rate))

@@ -37,6 +37,13 @@ def test_what_was_done_before_has_taken_no_time(clock, capsys):
     assert capsys.readouterr().err == "tokenizing 950 of 1,000 rows  5 a second  ETA 0:00:10\n"
 
 
+def test_a_slow_task_has_a_speed(clock, capsys):
+    progress = Progress("planning", "pipeline stages", lambda: 8)
+    clock[0] += 40.0
+    progress.advance(2)
+    assert capsys.readouterr().err == "planning 2 of 8 pipeline stages  0.05 a second  ETA 0:02:00\n"
+
+
 def test_bytes_have_a_unit_and_what_is_skipped_has_taken_no_time(clock, capsys):
     progress = Progress("loading", "of weights", lambda: 4_500_000_000, nbytes=True)
     progress.skip(1_500_000_000)
