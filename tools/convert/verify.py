@@ -50,7 +50,7 @@ def verify_import(hf: Path, checkpoint: Path, dtype: torch.dtype | None) -> Logi
     """
     try:
         written = manifest.read(checkpoint)
-        manifest.check_checksums(checkpoint, written)
+        manifest.check_checksums(checkpoint, written, shown=True)
         arch = read_architecture(checkpoint)
         weights = CheckpointWeights(checkpoint, arch)
         published = replace(arch, mtp_layers=read_architecture(hf).mtp_layers)  # `hf` may hold layers that are left out
