@@ -19,6 +19,7 @@ from isoloss.engine.memory import preflight
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder, read_architecture
 from isoloss.models.lora.initial import InitialFactors
+from isoloss.models.lora.peft_source import initial_factors
 from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.distcp import is_checkpoint
@@ -80,8 +81,7 @@ def resolve(config: Config) -> ModelSource:
         preflight.check(config, arch, layout, memory)
     from_scratch = config.model.from_scratch
     weights = RandomWeights(arch, config.train.seed) if from_scratch else open_weights(path, arch)
-    seed = config.train.seed if config.lora.seed is None else config.lora.seed
-    return ModelSource(path, arch, layout, weights, side_files, _own_dtypes(weights, arch), InitialFactors(seed))
+    return ModelSource(path, arch, layout, weights, side_files, _own_dtypes(weights, arch), _factors(config, arch))
 
 
 def digest(source: ModelSource) -> str:
@@ -111,6 +111,12 @@ def open_weights(path: str | Path, arch: Architecture) -> WeightSource:
     source = HFReader(path)
     check(source, arch)
     return source
+
+
+def _factors(config: Config, arch: Architecture) -> WeightSource:
+    if config.lora.init is not None:
+        return initial_factors(config.lora.init, arch, config.lora)
+    return InitialFactors(config.train.seed if config.lora.seed is None else config.lora.seed)
 
 
 def _own_dtypes(weights: WeightSource, arch: Architecture) -> dict[str, torch.dtype]:
