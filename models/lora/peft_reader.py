@@ -15,7 +15,7 @@ from torch import Tensor
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.kinds.weight import Part, Weight
-from isoloss.models.lora.factors import is_turned
+from isoloss.models.lora.factors import is_turned, leaves
 from isoloss.models.lora.peft_config import CONFIG, read_config
 from isoloss.models.lora.peft_folder import TENSORS
 from isoloss.models.weights.finite import check_finite
@@ -165,8 +165,11 @@ class AdapterFolder:
         for (layer, _), has in of_matrix.items():
             if len(has) > 1:
                 raise UserError(f"{self.path} adapts some experts of layer {layer} and not all of them; {_AGAIN}")
+        # Names of matrices that experts have too may mean those of experts alone, as PEFT takes them.
+        of_experts = {leaf for weight in self._weights if weight.expert is not None for leaf in leaves(weight)}
         for module, (weight, part) in self._places.items():
             named = any(module == target or module.endswith(f".{target}") for target in self.config.targets)
+            named = named and module.rsplit(".", 1)[-1] not in of_experts
             if named and weight.expert is None and (part.tensor, None) not in self.pairs:
                 raise UserError(
                     f"{self.path} lacks the factors of {module}, which target_modules of {CONFIG} names; {_AGAIN}"

@@ -62,8 +62,9 @@ def keys_of(adapter: AdapterFolder, arch: Architecture) -> LoraConfig:
         lora = LoraConfig(rank=rank, alpha=alpha, scaling=scaling, targets=targets, expert_rank=expert_rank)
         if all(_close(lora.scale(pair.a.shape[0]), pair.scale) for _, pair in adapted):
             return lora
+    found = sorted({pair.scale for _, pair in adapted})
     raise UserError(
-        f"{adapter.path} has products of scales {', '.join(f'{scale:.6g}' for scale in sorted({*scales.values()}))}, "
+        f"{adapter.path} has products of scales {', '.join(f'{scale:.6g}' for scale in found)}, "
         "which one lora.alpha cannot say: merge it into the model by isoloss-convert merge, and train a new one"
     )
 
