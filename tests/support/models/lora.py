@@ -224,3 +224,19 @@ def change_one_number(folder: Path) -> None:
     tensors = load_file(path)
     tensors["model.norm.weight"][0] += 1e-6
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def started(
+    folder: Path, lora: LoraConfig, samples: Sequence[Sample], layout: Mapping[str, Any]
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss of an engine that starts from the adapter of lora.init, and this rank's factors."""
+    engine = make_engine(folder, lora, random_b=False, **layout)
+    whole = {owned.weight.name: tensor for owned, tensor in engine.trained.adapter.whole_tensors()}
+    return engine.evaluate(samples, TOKEN_MEAN).loss, by_name(engine.trained.adapter.owned(), whole)
+
+
+def saved_and_exported(folder: Path, checkpoint: Path, out: Path, lora: LoraConfig, layout: Mapping[str, Any]) -> None:
+    """A checkpoint and an export of the same adapter."""
+    engine = make_engine(folder, lora, **layout)
+    engine.save(checkpoint)
+    engine.export_adapter(out)
