@@ -1,6 +1,7 @@
 """The folder of an adapter as PEFT writes it: adapter_config.json and adapter_model.safetensors.
 
-PEFT joins adapters of experts as transformers joins their weights in memory. Where a file holds one tensor for all
+PEFT joins adapters of experts as transformers joins their weights in memory: those of gate and up have twice the rank
+together. Where a file holds one tensor for all
 experts, the names are those of PEFT's ParamWrapper: A has the experts one below the other, B has them innermost, and
 of two wrappers around a module that of gate_up_proj is the inner one, `base_layer`.
 """
@@ -45,7 +46,13 @@ def config_of(arch: Architecture, lora: LoraConfig, base: str | None) -> dict[st
     ranks, alphas = dict[str, int](), dict[str, float]()
     rank = lora.rank
     expert_rank = lora.rank_of(expert=True)
-    if expert_rank != rank and any(factors.base.expert is not None for factors, _ in parts):
+    experts = [part for factors, part in parts if factors.base.expert is not None]
+    apart = any(part.row is None for part in experts)
+    own_rank = bool(experts) and expert_rank != rank
+    if apart and (own_rank or arch.family in JOINED):  # the first pattern that matches counts
+        ranks[r".*\.experts\.gate_up_proj"] = 2 * expert_rank
+        alphas[r".*\.experts\.gate_up_proj"] = 2 * lora.scale(expert_rank) * expert_rank
+    if own_rank:
         ranks[r".*\.experts\..*"] = expert_rank
         alphas[r".*\.experts\..*"] = lora.scale(expert_rank) * expert_rank
     if arch.family in NAMES_OF_EXPERTS:
@@ -53,10 +60,8 @@ def config_of(arch: Architecture, lora: LoraConfig, base: str | None) -> dict[st
             module = _module(part)
             if re.search(r"\.(gate|up|down)_proj$", module) and ".experts." not in module:
                 parameters.add(".".join(module.split(".")[-2:]) + ".weight")
-    if arch.family in JOINED and any(factors.base.expert is not None for factors, _ in parts):
+    if apart and arch.family in JOINED:
         parameters |= {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
-        ranks[r".*\.gate_up_proj"] = 2 * expert_rank
-        alphas[r".*\.gate_up_proj"] = 2 * lora.scale(expert_rank) * expert_rank
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank,
         "lora_alpha": lora.scale(rank) * rank, "target_modules": sorted(modules), "lora_dropout": 0.0, "bias": "none",

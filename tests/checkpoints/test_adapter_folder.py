@@ -4,10 +4,12 @@ import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
 import torch
+import transformers
 from numerics.test_transformers_parity import transformers_logprobs, transformers_model
 from peft.utils import load_peft_weights, set_peft_model_state_dict
 from safetensors.torch import load_file
@@ -24,7 +26,7 @@ from isoloss.parallel import UserError
 from isoloss.tools.convert import __main__ as convert
 
 SAMPLES = make_samples((2, 40, 17, 29), VOCAB)
-PLAIN = {"distributed_optimizer": False}
+PLAIN: dict[str, Any] = {"distributed_optimizer": False}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_what_peft_wrote_starts_an_engine(name, one_rank, monkeypatch, tmp_path,
     folder, out, imported = write_folder(name, tmp_path / "model"), tmp_path / "theirs", tmp_path / "ours"
     config = peft.LoraConfig(r=3, lora_alpha=5, init_lora_weights=False, **BY_PEFT[name])
     model = transformers_model(folder, "fp64", monkeypatch)
-    adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    adapted: Any = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     adapted.save_pretrained(str(out))
     targets = sum(int(sample.mask_T.sum()) for sample in SAMPLES)
     with torch.no_grad():
@@ -144,6 +146,11 @@ def test_peft_takes_the_rank_of_experts(family, monkeypatch, tmp_path):
         adapted = peft.PeftModel.from_pretrained(model, str(out), autocast_adapter_dtype=False)
     loaded = set_peft_model_state_dict(adapted, load_peft_weights(str(out), device="cpu"))
     assert loaded.unexpected_keys == [] and not [key for key in loaded.missing_keys if "lora" in key]
+    command = ["merge", "--hf", str(folder), "--adapter", str(out), "--out", str(tmp_path / "merged"), "--verify"]
+    assert convert.main(command) == 0
+    ours, theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), adapted.merge_and_unload()
+    for (name, tensor), wanted in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert (tensor - wanted).abs().max() < 1e-6, name
 
 
 def test_an_engine_refuses_another_adapter(tmp_path):

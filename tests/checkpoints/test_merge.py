@@ -4,6 +4,7 @@ import json
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -57,7 +58,7 @@ def with_peft(model: torch.nn.Module, adapter: Path) -> peft.PeftModel:
         return peft.PeftModel.from_pretrained(model, str(adapter), autocast_adapter_dtype=False)
 
 
-def loss_of(model: torch.nn.Module) -> float:
+def loss_of(model: Any) -> float:
     with torch.no_grad():
         return -sum(float(transformers_logprobs(model, sample).sum()) for sample in SAMPLES)
 
@@ -201,3 +202,15 @@ def test_ranks_and_alphas_of_patterns(pair, tmp_path, monkeypatch):
         f"model.layers.1.{name}.weight" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
     }
     assert all((tensor - wanted[name]).abs().max() < 1e-6 for name, tensor in found.items())
+
+
+def test_a_square_matrix_of_transposed_experts(tmp_path):
+    """Of gpt-oss, where down_proj has as many inputs as outputs: its shape does not say which is which."""
+    hf, adapter = write_folder("gpt-oss", tmp_path / "hf", intermediate_size=48), tmp_path / "adapter"
+    lora, arch = LoraConfig(rank=3, alpha=3.0, seed=1, targets=("down_proj",)), read_architecture(hf)
+    write_adapter(adapter, arch, lora, InitialFactors(1, random_b=True), None)
+    assert merge(hf, adapter, tmp_path / "out", "--verify") == 0
+    name, factors = "model.layers.1.mlp.experts.down_proj", lora_world.all_factors(arch, lora)
+    base, found = (tensors_of(tmp_path / folder)[name] for folder in ("hf", "out"))
+    a, b = (factors[f"{name}.lora_{letter}.weight/2"] for letter in "AB")
+    assert (found[2] - base[2].double() - (b @ a).T).abs().max() < 1e-6
