@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.models.families import published
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.families import deepseek_v3, gpt_oss, qwen3, qwen3_moe
+from isoloss.models.families import deepseek_v3, gpt_oss, qwen3, qwen3_5_moe_text, qwen3_moe
 from isoloss.models.lora.config import LoraConfig
 from isoloss.models.lora.factors import adapter_map
 from isoloss.models.lora.initial import InitialFactors
@@ -25,6 +25,7 @@ DENSE = qwen3.architecture(published("qwen3"))
 SPARSE = qwen3_moe.architecture(published("qwen3-moe"))
 JOINED = gpt_oss.architecture(published("gpt-oss"))
 LATENT = deepseek_v3.architecture(published("deepseek-v3"))
+ROWS = qwen3_5_moe_text.architecture(published("qwen3.5-moe"))  # a tensor of all experts, as the hub has it
 LORA = LoraConfig(rank=3, alpha=5.0)
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 HEAD = "base_model.model.lm_head.lora_{}.weight"
@@ -58,6 +59,7 @@ def change(folder: Path, tensors: Callable[[Tensors], Any] = lambda _: None, **f
         # Two ranks with one alpha are rsLoRA's.
         *[(SPARSE, lora, lora) for lora in (LoraConfig(rank=4, alpha=8.0, scaling="sqrt-rank", expert_rank=2),)],
         (JOINED, LORA, LORA),
+        (ROWS, LORA, LORA),
         (JOINED, replace(LORA, targets=("gate_up_proj",)), replace(LORA, targets=("gate_up_proj",))),
         (JOINED, replace(LORA, targets=("o_proj", "down_proj")), replace(LORA, targets=("o_proj", "down_proj"))),
         (LATENT, replace(LORA, targets=("experts",)), replace(LORA, targets=("experts",))),
@@ -87,6 +89,14 @@ def test_names_of_pefts_wrapper(tmp_path):
     outer = {"lora_A.weight", "lora_B.weight"}
     assert names["gate_up_proj"] == names["down_proj"] == outer
     assert names["experts"] == outer | {f"base_layer.{name}" for name in outer}
+
+
+def test_joined_experts_have_the_rank_of_others(tmp_path):
+    """Where the files hold gate and up as one matrix, it has one adapter of lora.rank."""
+    folder = write(tmp_path / "a", ROWS)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["rank_pattern"] == config["alpha_pattern"] == {}
+    assert "mlp.experts.gate_up_proj" in config["target_parameters"]
 
 
 def test_joined_experts_of_a_model_that_has_them_apart(tmp_path):
