@@ -22,7 +22,7 @@ from isoloss.models.families.registry import read_architecture
 from isoloss.models.kinds.weight import Part
 from isoloss.models.lora.factors import is_turned
 from isoloss.models.lora.peft_reader import AdapterFolder, Place
-from isoloss.models.weights.hf_checkpoint import INDEX, HFReader, check
+from isoloss.models.weights.hf_checkpoint import INDEX, SINGLE, HFReader, check
 from isoloss.models.weights.manifest import FileRecord, files_to_json
 from isoloss.models.weights.mmap import map_file, view
 from isoloss.models.weights.side_files import CONFIG, sidecars
@@ -58,8 +58,8 @@ def plan_merge(hf: Path, folder: Path) -> Merge:
     adapter = AdapterFolder(folder, arch)
     updates = _updates(adapter, arch)
     files = [_weights_file(reader, file, adapter, updates) for file in dict.fromkeys(reader.file_of.values())]
-    others = [name for name in (INDEX, CONFIG, *sidecars(hf)) if (hf / name).is_file()]
-    files += [OutputFile(name, (hf / name,)) for name in others if name != INDEX or len(files) > 1]
+    index = () if (hf / SINGLE).is_file() else (INDEX,)  # with both, the single file is read
+    files += [OutputFile(name, (hf / name,)) for name in (*index, CONFIG, *sidecars(hf))]
     paths = dict.fromkeys(path for file in files for path in file.paths)
     sources = [Source.of(path, *(published_checksum(path) or ())) for path in paths]
     sources.append(Source.of(adapter.config.path))

@@ -142,6 +142,7 @@ def test_a_model_of_several_files(pair, tmp_path, capsys):
     """Names of files, headers and index stay; a dry run writes nothing; what is harmless is told once."""
     hf, adapter = pair
     change_config(adapter, lora_dropout=0.1)
+    save_file({"other": torch.ones(1)}, hf / "consolidated.safetensors")  # beside the model's, as some are published
     out = tmp_path / "out"
     assert merge(hf, adapter, out, "--dry-run") == 0 and not out.exists()
     assert merge(hf, adapter, out) == 0
@@ -149,11 +150,23 @@ def test_a_model_of_several_files(pair, tmp_path, capsys):
     assert "14 matrices of rank 4, in 14 tensors" in said
     assert said.count("the adapter names its model elsewhere/another-name") == 2  # once a command
     assert said.count("lora_dropout=0.1 was for its training") == 2
-    names = {path.name for path in hf.iterdir()}
+    names = {path.name for path in hf.iterdir()} - {"consolidated.safetensors"}
     assert len([name for name in names if name.endswith(".safetensors")]) > 1
     assert {path.name for path in out.iterdir()} == names | {"conversion.json"}
     assert merge(hf, adapter, out) == 2 and "exists already" in capsys.readouterr().err
     assert merge(hf, adapter, out, "--verify") == 0
+
+
+def test_one_file_with_an_index(pair, tmp_path):
+    hf, adapter = pair
+    shutil.rmtree(hf)
+    write_folder("qwen3", hf)
+    names = tensors_of(hf).keys()
+    (hf / "model.safetensors").rename(hf / "model-00001-of-00001.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    (hf / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert merge(hf, adapter, tmp_path / "out", "--verify") == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").num_parameters() > 0
 
 
 @pytest.mark.parametrize("factor", (2.0, -1.0))

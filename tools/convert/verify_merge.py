@@ -20,6 +20,7 @@ from torch import Tensor
 from isoloss.models.conversion import certificate
 from isoloss.models.conversion.hashed_file import write_whole
 from isoloss.models.weights import manifest
+from isoloss.models.weights.hf_checkpoint import INDEX, SINGLE
 from isoloss.parallel.runtime.errors import UserError
 from isoloss.tools.convert.verify import check_files
 from isoloss.tools.convert.verify_models import Unverified
@@ -54,15 +55,18 @@ class _Sums:
 
 
 class _Files:
-    """The tensors of a folder's safetensors files, by name."""
+    """The tensors of a model's safetensors files, by name."""
 
     def __init__(self, folder: Path, stack: ExitStack):
         self.folder = folder
         self.file_of: dict[str, str] = {}
         self._open: dict[str, Any] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            self._open[path.name] = stack.enter_context(safe_open(path, framework="pt"))
-            self.file_of |= dict.fromkeys(self._open[path.name].keys(), path.name)
+        files = {SINGLE}
+        if not (folder / SINGLE).is_file():
+            files = {*json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()}
+        for file in sorted(files):
+            self._open[file] = stack.enter_context(safe_open(folder / file, framework="pt"))
+            self.file_of |= dict.fromkeys(self._open[file].keys(), file)
 
     def get(self, name: str, row: int | None = None) -> Tensor:
         file = self._open[self.file_of[name]]
