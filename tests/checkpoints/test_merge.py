@@ -227,3 +227,20 @@ def test_a_square_matrix_of_transposed_experts(tmp_path):
     base, found = (tensors_of(tmp_path / folder)[name] for folder in ("hf", "out"))
     a, b = (factors[f"{name}.lora_{letter}.weight/2"] for letter in "AB")
     assert (found[2] - base[2].double() - (b @ a).T).abs().max() < 1e-6
+
+
+def test_a_router_and_joined_experts_of_peft(tmp_path):
+    """PEFT's own folder of `all-linear`: a router, and gate and up as one matrix of twice the rank, which the files of
+    the model have apart."""
+    hf = write_folder("qwen3-moe", tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float64)
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    model.save_pretrained(tmp_path / "theirs")
+    assert merge(hf, tmp_path / "theirs", tmp_path / "out", "--verify") == 0
+    ours, base = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("out", "hf"))
+    for name, wanted in model.merge_and_unload().state_dict().items():
+        assert (ours[name] - wanted).abs().max() < 1e-6, name
+        assert torch.equal(ours[name], base[name]) is (
+            "norm" in name or name.endswith(("embed_tokens.weight", "lm_head.weight"))
+        )
