@@ -155,7 +155,7 @@ def _linears(arch: Architecture) -> Iterator[tuple[Weight, set[str]]]:
 
 
 def _factors(base: Weight, lora: LoraConfig) -> Factors:
-    rank, turned = lora.rank_of(expert=base.expert is not None), _is_turned(base.mapping)
+    rank, turned = lora.rank_of(expert=base.expert is not None), is_turned(base.mapping)
     a, b = [], []
     for part in base.parts:
         outputs, inputs = part.shape[::-1] if turned else part.shape
@@ -183,7 +183,7 @@ def _factors(base: Weight, lora: LoraConfig) -> Factors:
     )
 
 
-def _is_turned(mapping: Any) -> bool:
+def is_turned(mapping: Any) -> bool:
     """Return whether Hugging Face stores the matrix as [in, out]."""
     return isinstance(mapping, TransposedRowParallel | InterleavedGatedMLP)
 
