@@ -209,7 +209,7 @@ def test_a_planted_bug_fails_where_it_shows_and_only_there(run, bug):
 ADAPTERS_OF = [
     ("dense", "tp2+nosp,pp2,ulysses2", ("lora.targets=[attention,down_proj]", "lora.scaling=sqrt-rank")),
     ("experts", "etp2+dp2,tp2,ep2+dp2", ("lora.expert_rank=1", *BALANCED)),
-    ("latent", "tp2,tp2+nosp,pp2", ()),
+    ("latent", "tp2,pp2", ()),
 ]
 
 
@@ -227,6 +227,15 @@ def test_a_proof_of_an_adapter_in_fp32_and_of_a_policy_loss(run):
     status, certificate, told = run("lora.rank=2", "--precision", "fp32", "--loss", "clip", layouts="dp2,tp2")
     assert status == 0, told
     assert all(r["base_error"] <= 1e-6 for r in certificate["runs"])
+
+
+@pytest.mark.parametrize("bug", ["adapter-parts-not-summed", "adapter-after-the-collective", "adapter-norm-of-copies"])
+def test_bugs_of_adapters_of_experts_show_where_etp_divides_those(run, bug):
+    status, certificate, told = run(
+        "--plant", bug, *ADAPTED, "lora.targets=[experts]", model="experts", layouts="tp2,etp2+dp2"
+    )
+    assert status == 1 and "caught in 1 of 1 runs that must fail; 1 of 1 others pass" in told, told
+    assert [r["layout"] for r in certificate["runs"] if r["must_fail"]] == ["dp2+etp2"]
 
 
 def measurement(**norms: Norms) -> Measurement:

@@ -23,16 +23,24 @@ from isoloss.models.weights.hf_checkpoint import WeightSource
 from isoloss.tools.prove.bugs.bug import AdapterTraits
 
 
-def random_factors(config: Config) -> InitialFactors:
-    """Return random factors: with B = 0, as at the start of training, the gradient of A is 0, whatever is wrong."""
-    return InitialFactors(config.train.seed if config.lora.seed is None else config.lora.seed, random_b=True)
+class RandomFactors(InitialFactors):
+    """Random factors: with B = 0, as at the start of training, the gradient of A is 0, whatever is wrong. Whatever its
+    scale, an adapter changes the model as much as its weights do: more would magnify rounding."""
+
+    def __init__(self, config: Config):
+        super().__init__(config.train.seed if config.lora.seed is None else config.lora.seed, random_b=True)
+        self._alpha = config.lora.alpha
+
+    def whole(self, weight: Weight) -> Tensor:
+        values = super().whole(weight)
+        return values / self._alpha if weight.name.endswith(".lora_B") else values
 
 
 def adapted_engine(config: Config) -> Engine:
-    """Build an engine; its adapter, if it has one, with `random_factors`."""
+    """Build an engine; its adapter, if it has one, with `RandomFactors`."""
     engine = Engine(config)
     if engine.trained.adapter is not None:
-        engine.trained.adapter.load(random_factors(config))
+        engine.trained.adapter.load(RandomFactors(config))
     return engine
 
 
@@ -48,7 +56,7 @@ class MergedModel:
 
     def __init__(self, config: Config):
         self.engine = Engine(replace(config, lora=LoraConfig()))
-        self._lora, self._factors = config.lora, random_factors(config)
+        self._lora, self._factors = config.lora, RandomFactors(config)
         self._of_weight = {each.base.name: each for each in adapter_map(self.engine.arch, config.lora)}
         self._source: WeightSource = self.engine.source.weights
         self.engine.model.load(self)
