@@ -134,7 +134,7 @@ class Engine:
         model_config.no_sync_func = self._no_sync
         # The schedule must not reduce: several forward_backward calls can precede one optim_step.
         model_config.finalize_model_grads_func = None
-        self.cost_model = CostModel.of(self.arch)
+        self.cost_model = CostModel.of(self.arch, config.lora)
         self.load_balancing = moe_balancing.configured(config.moe, self.arch)
         self._weights = Offloader(self.device, lambda: [*self.model.tensors(), *self.trained.tensors()])
         self.zero_grad()

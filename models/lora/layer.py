@@ -80,7 +80,7 @@ class LayerAdapter:
     """The factors of one linear layer on this rank, and their products.
 
     a, b: [P*r, I] and [O, r].
-    part_O: number of the Hugging Face tensor of each row of B.
+    part_O: number of the Hugging Face tensor of each row of B, on the host.
     """
 
     factors: Factors
@@ -97,8 +97,9 @@ class LayerAdapter:
             start = stop
         self._runs = runs
         self._parts = len(self.factors.base.parts)
-        self._place_O = torch.arange(len(self.part_O), device=self.b.device)
-        self.part_O = self.part_O.to(self.b.device)
+        self._at: tuple[Tensor, Tensor] | None = None  # each row of B, and the number of its tensor, on the device
+        if len(runs) > self._parts:  # the tensors' rows alternate, as those of heads
+            self._at = torch.arange(len(self.part_O), device=self.b.device), self.part_O.to(self.b.device)
 
     def multiply(
         self,
@@ -127,7 +128,7 @@ class LayerAdapter:
 
     def add(self, out_RO: Tensor, low: Tensor, b: Tensor) -> None:
         """Add the products of low [R, P*r] with the rows of B: those of a tensor with the columns of its A."""
-        if len(self._runs) > self._parts:  # the tensors' rows alternate, as those of heads
+        if self._at is not None:
             add_product(out_RO, low, self._spread(b).T)
             return
         for rows, columns in self._runs:
@@ -135,18 +136,17 @@ class LayerAdapter:
 
     def back(self, grad_RO: Tensor, b: Tensor) -> Tensor:
         """Return the gradient of `low`, [R, P*r]."""
-        if len(self._runs) > self._parts:
+        if self._at is not None:
             return product(grad_RO, self._spread(b))
         return torch.cat([product(grad_RO[:, rows], b[rows]) for rows, _ in self._runs], 1)
 
     def gradient_of_b(self, grad_RO: Tensor, low: Tensor) -> Tensor:
-        if len(self._runs) > self._parts:
-            wide = product(grad_RO.T, low).unflatten(1, (self._parts, -1))
-            return wide[self._place_O, self.part_O]
+        if self._at is not None:
+            return product(grad_RO.T, low).unflatten(1, (self._parts, -1))[self._at]
         return torch.cat([product(grad_RO[:, rows].T, low[:, columns]) for rows, columns in self._runs], 0)
 
     def _spread(self, b: Tensor) -> Tensor:
         """Return B as [O, P*r], with each row in the columns of its tensor."""
         wide = b.new_zeros(len(b), self._parts, b.shape[1])
-        wide[self._place_O, self.part_O] = b
+        wide[self._at] = b
         return wide.flatten(1)

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from isoloss.engine.batching.balance import CostModel, Plan
+from isoloss.engine.batching.balance import FULL, CostModel, Plan
 from isoloss.engine.batching.plan import plan_step
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config import rules
@@ -30,6 +30,7 @@ from isoloss.engine.step.forward_backward import CanaryError
 from isoloss.engine.step.losses import Loss, cross_entropy
 from isoloss.engine.step.optimizer import global_grad_norm
 from isoloss.models.architecture import Architecture
+from isoloss.models.lora.config import LoraConfig
 from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.parallel import Layout
 from isoloss.tools.prove.adapters import MergedModel, adapted_engine, loss_of_base, norm_of
@@ -62,12 +63,14 @@ class Case:
 
     policy: the RL configuration of a policy loss, aggregated as `loss` says; None for cross-entropy.
     critic: True for that configuration's value loss on a critic instead.
+    lora: keys of the adapter, which change what samples cost and so the plan.
     """
 
     max_tokens: int
     loss: LossConfig
     policy: RLConfig | None = None
     critic: bool = False
+    lora: LoraConfig = FULL
 
     def build(self) -> Loss:
         if self.policy is None:
@@ -90,7 +93,7 @@ class Case:
         adapter: AdapterTraits | None = None,
     ) -> RunTraits:
         """Return the traits by which a planted bug shows. moe: the configuration of a model with experts."""
-        how = layout, self._budget(samples), CostModel.of(arch)
+        how = layout, self._budget(samples), CostModel.of(arch, self.lora)
         plan = plan_step(samples, *how, share_prefixes=self._shares(arch))
         micro_batches = [m for rank_batches in plan.micro_batches for m in rank_batches]
         documents = tuple(tuple(len(samples[i]) for i in m) for m in micro_batches)
@@ -105,7 +108,7 @@ class Case:
 
     def plan(self, layout: Layout, samples: Sequence[Sample], arch: Architecture) -> Plan:
         """Return the plan of an engine with this budget."""
-        how = layout, self._budget(samples), CostModel.of(arch)
+        how = layout, self._budget(samples), CostModel.of(arch, self.lora)
         return plan_step(samples, *how, share_prefixes=self._shares(arch))
 
     def _budget(self, samples: Sequence[Sample]) -> int:

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace, config: Config, layouts: Sequence[Layout]
         rules.check(on_layout(config, layout, arguments.precision), read_architecture(config.model.path), layout)
     modes = arguments.aggregations.split(",") if arguments.aggregations else [config.loss.aggregation]
     policy = config if isinstance(config, RLConfig) else None
-    losses = [Case(0, loss_config(mode, config), policy) for mode in modes]
+    losses = [Case(0, loss_config(mode, config), policy, lora=config.lora) for mode in modes]
     samples = first_batch(config, bug)
     runs = choose_runs(config, samples, layouts, losses, arguments.budgets)
     with ranks_for(layouts, pool) as ranks:
