@@ -152,5 +152,10 @@ class LayerAdapter:
     def _spread(self, b: Tensor) -> Tensor:
         """Return B as [O, P*r], with each row in the columns of its tensor."""
         wide = b.new_zeros(len(b), self._parts, b.shape[1])
-        wide[self._at] = b
-        return wide.flatten(1)
+        if self._at is not None:
+            wide[self._at] = b
+            return wide.flatten(1)
+        wide = wide.flatten(1)
+        for rows, columns in self._runs:
+            wide[rows, columns] = b[rows]
+        return wide
