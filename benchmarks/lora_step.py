@@ -8,9 +8,9 @@ full: `Engine` without an adapter, as in sft_step.py.
 lora: `Engine` with one.
 peft: PEFT's model of transformers as its Trainer feeds it: four padded sequences at a time, logits everywhere.
 
-lora and peft start from the same weights and factors. The first step of each is not timed: there their losses must agree
-to 1e-6 and their gradient norms to 1e-5, or no ratio is printed. Then all take turns, and the least CPU seconds (of the
-process, all threads) of each count.
+lora and peft start from the same weights and factors. The first step of each is not timed: there their losses must
+agree to 1e-6 and their gradient norms to 1e-5, or no ratio is printed. Then all take turns, and the least CPU seconds
+(of the process, all threads) of each count.
 """
 
 import argparse

@@ -29,7 +29,7 @@ class AdaptedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_OI, bias_O, a, b, layer: "LayerAdapter", gathers: bool, reduces: bool, group):
         rows = (_gathered(x, group)[0] if gathers else x).flatten(0, -2)
-        low = product(rows, a.T).mul_(layer.factors.scale)
+        low = _thin(rows, a.T).mul_(layer.factors.scale)
         out = product(rows, weight_OI.T)
         layer.add(out, low, b)
         if bias_O is not None:
@@ -73,6 +73,12 @@ def _gathered(x: Tensor, group: dist.ProcessGroup, *, wait: bool = True) -> tupl
     if wait:
         work.wait()
     return whole, work
+
+
+def _thin(left_xz: Tensor, right_zy: Tensor) -> Tensor:
+    """Compute left @ right for a right matrix of few columns, [x, y]. On a CPU the transposed product, of few rows,
+    takes down to a tenth of the time."""
+    return product(right_zy.T, left_xz.T).T if left_xz.is_cpu else product(left_xz, right_zy)
 
 
 @dataclass(eq=False)
@@ -141,13 +147,13 @@ class LayerAdapter:
     def back(self, grad_RO: Tensor, b: Tensor) -> Tensor:
         """Return the gradient of `low`, [R, P*r]."""
         if self._at is not None:
-            return product(grad_RO, self._spread(b))
-        return torch.cat([product(grad_RO[:, rows], b[rows]) for rows, _ in self._runs], 1)
+            return _thin(grad_RO, self._spread(b))
+        return torch.cat([_thin(grad_RO[:, rows], b[rows]) for rows, _ in self._runs], 1)
 
     def gradient_of_b(self, grad_RO: Tensor, low: Tensor) -> Tensor:
         if self._at is not None:
-            return product(grad_RO.T, low).unflatten(1, (self._parts, -1))[self._at]
-        return torch.cat([product(grad_RO[:, rows].T, low[:, columns]) for rows, columns in self._runs], 0)
+            return _thin(grad_RO.T, low).unflatten(1, (self._parts, -1))[self._at]
+        return torch.cat([_thin(grad_RO[:, rows].T, low[:, columns]) for rows, columns in self._runs], 0)
 
     def _spread(self, b: Tensor) -> Tensor:
         """Return B as [O, P*r], with each row in the columns of its tensor."""
