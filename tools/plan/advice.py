@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from isoloss.engine.config import rules
 from isoloss.engine.config.schema import Config
@@ -44,8 +45,7 @@ def _adapters(config: Config, arch: Architecture, layout: Layout, gpu: Gpu) -> I
     if config.lora.rank > 0:
         return
     for targets in (("all",), ("attention",)):
-        adapted = replace(config, lora=LoraConfig(rank=RANK, targets=targets))
-        keys = _keys_by_which(adapted, arch, layout.world_size, gpu)
+        keys = _keys_by_which(config, arch, layout.world_size, gpu, lora=LoraConfig(rank=RANK, targets=targets))
         if keys is not None:
             named = "" if targets == ("all",) else f" lora.targets=[{','.join(targets)}]"
             yield f"lora.rank={RANK}{named}{keys} (docs/lora.md)"
@@ -77,13 +77,13 @@ def _more_gpus(config: Config, arch: Architecture, layout: Layout, gpu: Gpu) -> 
     return "more GPUs, in a layout that --search finds"
 
 
-def _keys_by_which(config: Config, arch: Architecture, world: int, gpu: Gpu) -> str | None:
+def _keys_by_which(config: Config, arch: Architecture, world: int, gpu: Gpu, **changes: Any) -> str | None:
     """Return "" where the configuration fits unchanged, the key of recomputation where it fits with that, and None
-    where it is not legal or does not fit."""
+    where it is not legal or does not fit. changes: groups of keys that replace those of the configuration."""
     again = replace(config.memory, recompute="full", recompute_modules=(), recompute_layers=None)
     for keys, memory in (("", config.memory), (" memory.recompute=full", again)):
-        changed = replace(config, memory=memory)
         try:
+            changed = replace(config, memory=memory, **changes)
             layout = changed.parallel.layout().with_world(world)
             rules.check(changed, arch, layout)
         except UserError:
