@@ -130,13 +130,8 @@ class Engine:
         # An adapter's model is frozen: nothing is wrapped around it.
         self.model = model if self._frozen else dataclasses.replace(model, chunks=self.trained.chunks)
         # The schedule must not reduce: several forward_backward calls can precede one optim_step.
-<<<<<<< HEAD
-        model_config.finalize_model_grads_func = None
-        self.cost_model = CostModel.of(self.arch, config.lora)
-=======
         model.modules[0].config.finalize_model_grads_func = None
-        self.cost_model = CostModel.of(self.arch)
->>>>>>> main
+        self.cost_model = CostModel.of(self.arch, config.lora)
         self.load_balancing = moe_balancing.configured(config.moe, self.arch)
         self._weights = Offloader(self.device, self.model.tensors)
         self.zero_grad()
