@@ -20,6 +20,7 @@ from isoloss.models.architecture import Architecture
 from isoloss.models.lora.adapter import Adapter
 from isoloss.models.lora.config import LoraConfig
 from isoloss.models.lora.factors import present
+from isoloss.models.lora.frozen import FrozenModel
 from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.models.mcore.build import accumulate_in_products
 from isoloss.models.mcore.gpt import forward_row
@@ -166,10 +167,9 @@ def _trained(model: Model, lora: LoraConfig) -> Iterator[Tensor]:
     if lora.rank == 0:
         yield from model.modules[0].parameters()
         return
-    for tensor in model.tensors():
-        tensor.requires_grad_(False)
+    frozen = FrozenModel(model)
     if targets := present(model.arch, lora.targets):
-        adapter = Adapter(model, replace(lora, targets=targets))
+        adapter = Adapter(frozen, replace(lora, targets=targets))
         adapter.activate()
         yield from adapter.modules[0].parameters()
 

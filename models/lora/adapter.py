@@ -70,7 +70,7 @@ class Adapter:
 
     def __init__(self, frozen: FrozenModel, lora: LoraConfig):
         """Make the factors, with uninitialised values. Raises UserError as `adapter_map`."""
-        self._frozen, self.lora = frozen, lora
+        self._frozen, self.lora, self._is_off = frozen, lora, False
         model = frozen.model
         self._of_weight = {factors.base.name: factors for factors in adapter_map(model.arch, lora)}
         self.layers: list[tuple[Any, LayerAdapter]] = []
@@ -134,8 +134,8 @@ class Adapter:
     # ------------------------------------------------------------------------------------------------------------------
 
     def activate(self) -> None:
-        """Let the model compute with this adapter."""
-        self._frozen.current = self
+        """Let the model compute with this adapter; within `off` without one."""
+        self._frozen.current = None if self._is_off else self
 
     def deactivate(self) -> None:
         """Let the model compute without an adapter."""
@@ -143,11 +143,13 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Let the model compute without an adapter for a while."""
+        """Let the model compute without an adapter for a while, whatever calls of the engine come meanwhile."""
+        self._is_off = True
         self.deactivate()
         try:
             yield
         finally:
+            self._is_off = False
             self.activate()
 
     @torch.no_grad()

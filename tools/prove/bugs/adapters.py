@@ -1,6 +1,7 @@
 """Bugs of adapters: what is summed, scaled, divided and switched off wrongly, as trainers have shipped it."""
 
 import math
+import types
 from collections.abc import Callable
 
 import torch
@@ -91,7 +92,7 @@ def _last_layer_left_on(deactivate):
     def deactivate_wrongly(adapter):
         deactivate(adapter)
         for module, layer in adapter.layers[-1:]:
-            module.adapter = layer
+            module.adapter = types.SimpleNamespace(active=layer)
 
     return deactivate_wrongly
 
