@@ -222,19 +222,19 @@ class Run:
         self._saver.wait(last=True)
         folder = step_folder(self.output_dir, self.done)
         with watchdog.patient():
-            wanted, is_adapter = self._config.checkpoint.export_hf, self._config.lora.rank > 0
-            adapter = (
-                replace_export(self.output_dir, "adapter", self._engine.export_adapter)
-                if wanted and is_adapter
-                else None
-            )
-            export = (
-                replace_export(self.output_dir, "hf", self._engine.export_hf) if wanted and not is_adapter else None
-            )
-        evals, idle = (self._first_eval, self._last_eval), self._health.summary()
-        base = self._engine.source.path
+            is_adapter = self._config.lora.rank > 0
+            kind = ("adapter", self._engine.export_adapter) if is_adapter else ("hf", self._engine.export_hf)
+            exported = replace_export(self.output_dir, *kind) if self._config.checkpoint.export_hf else None
         return RunResult(
-            self.output_dir, folder, *evals, idle, stopped=self._stopped, export=export, adapter=adapter, base=base
+            self.output_dir,
+            folder,
+            self._first_eval,
+            self._last_eval,
+            self._health.summary(),
+            stopped=self._stopped,
+            export=None if is_adapter else exported,
+            adapter=exported if is_adapter else None,
+            base=self._engine.source.path,
         )
 
     def print(self, lines: Sequence[str]) -> None:
