@@ -7,18 +7,19 @@ causal half.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 
 from isoloss.models.architecture import Architecture
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.weights.weight_map import weight_map
 
 
-def met_parameters(arch: Architecture) -> Iterator[tuple[int, float]]:
+def met_parameters(arch: Architecture, weights: Iterable[Weight] | None = None) -> Iterator[tuple[int, float]]:
     """Yield (layer, parameters that a token meets) of every matrix in the layers: of experts the share that is
-    chosen."""
+    chosen. weights: the model's; or those of something else in its layers, such as the factors of adapters."""
     shares = [mlp.experts.top_k / mlp.experts.count if mlp.experts else 1.0 for mlp in (x.mlp for x in arch.layers)]
-    for weight in weight_map(arch):
+    for weight in weight_map(arch) if weights is None else weights:
         if len(weight.shape) == 2 and weight.layer is not None:
             share = 1.0 if weight.expert is None else shares[weight.layer]
             yield weight.layer, math.prod(weight.shape) * share

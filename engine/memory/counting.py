@@ -17,6 +17,10 @@ from torch import Tensor
 from isoloss.engine.memory import counting_process, nowhere
 from isoloss.engine.memory.live_bytes import LiveBytes, aten, tensors_in
 from isoloss.models.architecture import Architecture
+from isoloss.models.lora.adapter import Adapter
+from isoloss.models.lora.config import LoraConfig
+from isoloss.models.lora.factors import present
+from isoloss.models.lora.frozen import FrozenModel
 from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.models.mcore.build import accumulate_in_products
 from isoloss.models.mcore.gpt import forward_row
@@ -39,6 +43,7 @@ class Setting:
     dtype, grad_dtype: types of weights and of the buffer of gradients.
     accumulates: matrix products add to that buffer themselves.
     dispatch_bound: moe.dispatch_bound.
+    lora: keys of the adapter, under which the model is frozen; rank 0: none.
     """
 
     arch: Architecture
@@ -49,6 +54,7 @@ class Setting:
     grad_dtype: torch.dtype
     accumulates: bool
     dispatch_bound: float | None
+    lora: LoraConfig
 
 
 @dataclass(frozen=True)
@@ -148,11 +154,24 @@ def _model(setting: Setting, tokens: int, *, forgets: bool = True) -> Iterator[t
         model = Model.build(arch, mesh, setting.dtype, (arch.num_layers,), options)
         if setting.accumulates:
             accumulate_in_products(model.modules)
-        for parameter in model.modules[0].parameters():
+        for parameter in _trained(model, setting.lora):
             _give_main_grad(parameter, setting.grad_dtype, forgets=forgets)
         if setting.layout.sequence_parallel:
             make_gather_buffer(tokens, arch.hidden_size, setting.dtype)
         yield model, _Marks(counter)
+
+
+def _trained(model: Model, lora: LoraConfig) -> Iterator[Tensor]:
+    """Yield the parameters that are trained: the model's, or those of an adapter, which the model then computes with.
+    An adapter of layers that are not here adds nothing to those that are."""
+    if lora.rank == 0:
+        yield from model.modules[0].parameters()
+        return
+    frozen = FrozenModel(model)
+    if targets := present(model.arch, lora.targets):
+        adapter = Adapter(frozen, replace(lora, targets=targets))
+        adapter.activate()
+        yield from adapter.modules[0].parameters()
 
 
 class _Remembering(LiveBytes):

@@ -15,13 +15,15 @@ from math import lcm
 import numpy as np
 import torch
 
+from isoloss.engine.batching.balance import FULL
 from isoloss.engine.config.schema import Config, MemoryConfig
 from isoloss.engine.memory.counting import Counted, Layers, Setting, head_of, layers_of
 from isoloss.models.architecture import Architecture
 from isoloss.models.kinds.mappings import ParamMapping
+from isoloss.models.lora.config import LoraConfig
+from isoloss.models.lora.factors import trained_weights
 from isoloss.models.mcore.activation_memory import KEEP_ALL, ActivationMemory
 from isoloss.models.mcore.stages import stage_layers
-from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout
 
 EMBEDDING = "embedding"
@@ -67,10 +69,14 @@ def resident_memory(config: Config, arch: Architecture, layout: Layout) -> list[
     state = trained * (3 if width == 2 else 2) * master * (1 - config.memory.offload_optimizer)
     stages = []
     for rank, chunks in enumerate(_chunks(arch, layout, config.parallel.stage_layers)):
-        dense, experts = parameters(arch, layout, rank, chunks)
-        optimizer = sum(state * part / ranks for part, ranks in zip((dense, experts), replicas))
-        gradients = trained * _gradient_dtype(config).itemsize * (dense + experts)
-        stages.append(StageMemory(models * width * (dense + experts), gradients, optimizer, 0.0))
+        numbers = sum(parameters(arch, layout, rank, chunks))
+        weights = models * width * numbers
+        of_step = parameters(arch, layout, rank, chunks, config.lora)
+        if config.lora.rank > 0:  # a frozen model of the same weights, such as a reference, is another adapter
+            weights = width * (trained * numbers + models * sum(of_step))
+        optimizer = sum(state * part / ranks for part, ranks in zip(of_step, replicas))
+        gradients = trained * _gradient_dtype(config).itemsize * sum(of_step)
+        stages.append(StageMemory(weights, gradients, optimizer, 0.0))
     return stages
 
 
@@ -92,10 +98,15 @@ def _gradient_dtype(config: Config) -> torch.dtype:
 
 
 @cache
-def parameters(arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]) -> tuple[int, int]:
-    """Return the numbers of a rank's parameters that every data-parallel rank has, and of those of its experts."""
+def parameters(
+    arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range], lora: LoraConfig = FULL
+) -> tuple[int, int]:
+    """Return the numbers of a rank's parameters that every data-parallel rank has, and of those of its experts.
+
+    lora: with a rank above 0, the factors are counted, and not the model's parameters.
+    """
     kinds = _kinds(arch)
-    dense, experts = _by_kind(kinds.one_each, layout.tp, layout.ep, layout.etp)
+    dense, experts = _by_kind(kinds.one_each, layout.tp, layout.ep, layout.etp, lora)
     counts = Counter(kind for chunk in chunks for kind in kinds.kinds_L[chunk.start : chunk.stop].tolist())
     first, last = rank == 0, rank == layout.pp - 1
     ends = dense[EMBEDDING] * (first or (last and arch.tie_embeddings)) + dense[None] * last
@@ -105,10 +116,10 @@ def parameters(arch: Architecture, layout: Layout, rank: int, chunks: Sequence[r
 
 
 @cache
-def _by_kind(one_each: Architecture, tp: int, ep: int, etp: int) -> tuple[Counter, Counter]:
+def _by_kind(one_each: Architecture, tp: int, ep: int, etp: int, lora: LoraConfig) -> tuple[Counter, Counter]:
     """Return the parameters of a rank by kind of layer, those behind the last layer under None; and its experts'."""
     dense, experts = Counter(), Counter()
-    for weight in weight_map(one_each):
+    for weight in trained_weights(one_each, lora):
         if weight.expert is None:
             place = EMBEDDING if weight.name.startswith(EMBEDDING) else weight.layer
             dense[place] += _shard(weight.mapping, weight.shape, tp)
@@ -231,6 +242,7 @@ def _parts_of(config: Config, arch: Architecture, layout: Layout) -> _Parts:
         _gradient_dtype(config),
         config.accumulates_in_products(on_gpu=True),
         config.moe.dispatch_bound,
+        config.lora,
     )
     return _parts(setting, config.batch.max_tokens // layout.context)
 
@@ -305,7 +317,8 @@ def _parts(setting: Setting, tokens: int) -> _Parts:
         np.array([max(a.peak + 2 * row, a.kept + m.peak + row) for a, m in both_K]),
         head,
         row,
-        gathered if layout.sequence_parallel else 0,
+        # Frozen layers, adapted or not, gather into memory of their own.
+        gathered if layout.sequence_parallel and setting.lora.rank == 0 else 0,
     )
 
 

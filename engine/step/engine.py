@@ -131,7 +131,7 @@ class Engine:
         self.model = model if self._frozen else dataclasses.replace(model, chunks=self.trained.chunks)
         # The schedule must not reduce: several forward_backward calls can precede one optim_step.
         model.modules[0].config.finalize_model_grads_func = None
-        self.cost_model = CostModel.of(self.arch)
+        self.cost_model = CostModel.of(self.arch, config.lora)
         self.load_balancing = moe_balancing.configured(config.moe, self.arch)
         self._weights = Offloader(self.device, self.model.tensors)
         self.zero_grad()

@@ -70,7 +70,7 @@ class Adapter:
 
     def __init__(self, frozen: FrozenModel, lora: LoraConfig):
         """Make the factors, with uninitialised values. Raises UserError as `adapter_map`."""
-        self._frozen, self.lora, self._off = frozen, lora, False
+        self._frozen, self.lora, self._is_off = frozen, lora, False
         model = frozen.model
         self._of_weight = {factors.base.name: factors for factors in adapter_map(model.arch, lora)}
         self.layers: list[tuple[Any, LayerAdapter]] = []
@@ -134,18 +134,22 @@ class Adapter:
     # ------------------------------------------------------------------------------------------------------------------
 
     def activate(self) -> None:
-        """Let the model compute with this adapter; within `off` without any."""
-        self._frozen.current = None if self._off else self
+        """Let the model compute with this adapter; within `off` without one."""
+        self._frozen.current = None if self._is_off else self
+
+    def deactivate(self) -> None:
+        """Let the model compute without an adapter."""
+        self._frozen.current = None
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Let the model compute without an adapter where it would with this one."""
-        self._off = True
-        self.activate()
+        """Let the model compute without an adapter for a while, whatever calls of the engine come meanwhile."""
+        self._is_off = True
+        self.deactivate()
         try:
             yield
         finally:
-            self._off = False
+            self._is_off = False
             self.activate()
 
     @torch.no_grad()

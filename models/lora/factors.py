@@ -141,6 +141,19 @@ def adapted_weights(arch: Architecture, targets: Sequence[str]) -> tuple[Weight,
     return tuple(chosen)
 
 
+def trained_weights(arch: Architecture, lora: LoraConfig) -> tuple[Weight, ...]:
+    """Return the weights that are trained: the factors of an adapter, or without one the model's own."""
+    if lora.rank == 0:
+        return tuple(weight_map(arch))
+    return tuple(weight for factors in adapter_map(arch, lora) for weight in (factors.a, factors.b))
+
+
+def present(arch: Architecture, targets: Sequence[str]) -> tuple[str, ...]:
+    """Return those of `targets` that name a matrix of this model, such as a part of a larger one."""
+    known = {name for weight, groups in linears(arch) for name in (*leaves(weight), *groups)}
+    return tuple(target for target in targets if target in known)
+
+
 def leaves(weight: Weight) -> list[str]:
     """Return the last names of a weight's Hugging Face modules, such as q_proj, k_proj and v_proj."""
     return [_module(part).rsplit(".", 1)[-1] for part in weight.parts]

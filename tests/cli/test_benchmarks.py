@@ -65,6 +65,16 @@ def test_sft_step(script, monkeypatch, capsys, tmp_path):
     assert json.loads((tmp_path / "figures.json").read_text())["rows"].keys() == {"limit", "isoloss", "padded"}
 
 
+def test_lora_step(script, monkeypatch, tmp_path):
+    """PEFT and the engine compute the same step of an adapter, or it prints no ratio."""
+    module = script("lora_step", "--passes", 1, "--sequences", 2, "--out", tmp_path / "figures.json")
+    small = module.M27 | SMALL
+    monkeypatch.setattr(module, "M27", small)
+    monkeypatch.setattr(sys.modules["sft_step"], "M27", small)  # its sides read it there
+    module.main()
+    assert json.loads((tmp_path / "figures.json").read_text())["rows"].keys() == {"full", "lora", "peft"}
+
+
 @pytest.mark.parametrize("model", ["full", "linear"])
 def test_shared_prefixes(script, monkeypatch, tmp_path, model):
     """Both steps have the same loss, or it stops."""

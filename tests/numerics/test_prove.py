@@ -20,6 +20,7 @@ from isoloss.recipes.launch import ASSETS
 from isoloss.tools.prove import __main__ as prove
 from isoloss.tools.prove import proof
 from isoloss.tools.prove.bugs import NO_BUG, PLANTED_BUGS
+from isoloss.tools.prove.bugs.adapters import ADAPTERS
 from isoloss.tools.prove.bugs.dense import DENSE
 from isoloss.tools.prove.bugs.policy import PREFIXES
 from isoloss.tools.prove.certificate import ProofRun, claims, verdict
@@ -37,6 +38,7 @@ def models(tmp_path_factory):
     for name, of_name in (
         ("dense", published("qwen3", **FOUR_LAYERS | sizes)),
         ("experts", published("qwen3-moe", **MODELS["qwen3-moe"] | sizes)),
+        ("latent", published("deepseek-v3", **sizes)),
     ):
         write_config(folder / name, of_name)
         copy_tokenizer(folder / name)
@@ -117,7 +119,12 @@ def test_an_aggregation_is_exercised_where_the_step_is_cut():
 
 
 # Gradients are right, and their norm is not: clipping is.
-OF_THE_NORM = ("replicas-counted-by-every-tp-rank", "shards-of-the-first-tp-rank-alone")
+OF_THE_NORM = ("replicas-counted-by-every-tp-rank", "shards-of-the-first-tp-rank-alone", "adapter-norm-of-copies")
+# The error that shows such a bug, in place of that of the gradient.
+SHOWN_IN = {**dict.fromkeys(OF_THE_NORM, "norm_error"), "adapter-not-off": "base_error"}
+OF_GRADIENTS_ALONE = ("adapter-parts-not-summed", "expert-adapter-over-dp", "frozen-input", "adapter-norm-of-copies")
+# The same on every layout: only the model with merged weights gives them away.
+ON_EVERY_LAYOUT = ("adapter-rows-not-interleaved", "shared-a", "adapter-scale", "adapter-not-off")
 
 
 def test_every_bug_on_the_list_can_be_planted():
@@ -131,15 +138,22 @@ def test_every_bug_on_the_list_can_be_planted():
         "dropped-micro-batch",
         "fully-masked-sequence-counted",
         "attention-sees-its-own-shard",
-        *OF_THE_NORM,
+        *OF_THE_NORM[:2],
     }
 
 
 TWO_MODES = ("--budgets", "500,0", "--aggregations", "token-mean,seq-mean-token-mean")
+ADAPTED = ("--budgets", "0", "lora.rank=2", "lora.alpha=6")
 KL = ("--loss", "clip", "algorithm.kl_coef=0.2", "algorithm.kl_aggregation=seq-mean-token-mean")
 SHOWN_BY = {
     **dict.fromkeys([bug.name for bug in DENSE], ("dense", LAYOUTS, TWO_MODES)),
     **dict.fromkeys(OF_THE_NORM, ("dense", "dp2,tp2", ("--budgets", "0"))),
+    **dict.fromkeys([bug.name for bug in ADAPTERS], ("dense", "dp2,tp2", ADAPTED)),
+    **dict.fromkeys(ON_EVERY_LAYOUT, ("dense", "dp2", ADAPTED)),
+    "adapter-parts-not-summed": ("dense", "dp2,tp2+nosp", ADAPTED),
+    "adapter-of-latents-gathered": ("latent", "pp2,tp2", ADAPTED),
+    "expert-adapter-over-dp": ("experts", "dp2,ep2+dp2", ADAPTED),
+    "frozen-input": ("dense", "dp2,pp2", (*ADAPTED, "memory.recompute=full")),
     "sequence-sum-of-its-own-shard": ("dense", "dp2,ulysses2", ("--loss", "gspo")),
     "sequence-gradient-of-its-own-shard": ("dense", "dp2,ulysses2", ("--loss", "gspo")),
     "second-term-by-micro-batch-means": ("dense", "dp2,ulysses2", KL),
@@ -179,15 +193,49 @@ def test_a_planted_bug_fails_where_it_shows_and_only_there(run, bug):
     assert status == 1 and not certificate["proved"] and certificate["planted_bug"] == bug
     spoiled = [r for r in certificate["runs"] if r["must_fail"]]
     untouched = [r for r in certificate["runs"] if not r["must_fail"]]
-    assert spoiled and untouched
+    assert spoiled and bool(untouched) == (bug not in ON_EVERY_LAYOUT)
     # The gradient alone gives every other bug away: a loss check is too weak, and the canary sees some of them only.
     warned = ["canary: " in r["reason"] for r in spoiled]
     assert all(warned) if bug in SEEN_BY_THE_CANARY else not (any(warned) and bug in HIDDEN_FROM_THE_CANARY), warned
-    error, others = ("norm_error", "gradient_error") if bug in OF_THE_NORM else ("gradient_error", None)
+    error = SHOWN_IN.get(bug, "gradient_error")
     assert all(r[error] > 1e-6 for r in spoiled), [r for r in spoiled if r[error] <= 1e-6]
-    assert others is None or all(r[others] <= 1e-10 for r in spoiled)
+    assert error == "gradient_error" or all(r["gradient_error"] <= 1e-10 for r in spoiled)
+    if bug in OF_GRADIENTS_ALONE:
+        assert all(r["loss_error"] <= 1e-12 for r in spoiled)
     assert all(not r["passed"] for r in spoiled)
     assert all(r["passed"] for r in untouched), [r["reason"] for r in untouched if not r["passed"]]
+
+
+ADAPTERS_OF = [
+    ("dense", "tp2+nosp,pp2,ulysses2", ("lora.targets=[attention,down_proj]", "lora.scaling=sqrt-rank")),
+    ("experts", "etp2+dp2,tp2,ep2+dp2", ("lora.expert_rank=1", *BALANCED)),
+    ("latent", "tp2,pp2", ()),
+]
+
+
+@pytest.mark.parametrize(("model", "layouts", "keys"), ADAPTERS_OF, ids=[model for model, *_ in ADAPTERS_OF])
+def test_a_proof_of_an_adapter(run, model, layouts, keys):
+    """Against a model with merged weights that is trained as a whole: every factor of every adapted matrix."""
+    status, certificate, told = run("lora.rank=3", *keys, "--budgets", "500,0", model=model, layouts=layouts)
+    assert status == 0, told
+    assert all(r["base_error"] <= 1e-12 for r in certificate["runs"]) and "  base " in told
+    assert all(r["worst"].endswith((".lora_A", ".lora_B")) for r in certificate["runs"])
+    assert "one rank with merged weights" in told
+
+
+def test_a_proof_of_an_adapter_in_fp32_and_of_a_policy_loss(run):
+    status, certificate, told = run("lora.rank=2", "--precision", "fp32", "--loss", "clip", layouts="dp2,tp2")
+    assert status == 0, told
+    assert all(r["base_error"] <= 1e-6 for r in certificate["runs"])
+
+
+@pytest.mark.parametrize("bug", ["adapter-parts-not-summed", "adapter-after-the-collective", "adapter-norm-of-copies"])
+def test_bugs_of_adapters_of_experts_show_where_etp_divides_those(run, bug):
+    status, certificate, told = run(
+        "--plant", bug, *ADAPTED, "lora.targets=[experts]", model="experts", layouts="tp2,etp2+dp2"
+    )
+    assert status == 1 and "caught in 1 of 1 runs that must fail; 1 of 1 others pass" in told, told
+    assert [r["layout"] for r in certificate["runs"] if r["must_fail"]] == ["etp2+dp2"]
 
 
 def measurement(**norms: Norms) -> Measurement:

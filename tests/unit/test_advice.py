@@ -46,7 +46,8 @@ def test_states_that_exceed_the_card_are_told_with_what_helps(of):
     assert published.QWEN3_8B["num_hidden_layers"] == arch.num_layers == 36
     line = advised(config, arch, 1)
     assert f"optimizer alone take {18 * parameters / GIB:.1f} GiB of 74.0" in line
-    assert f"what helps: memory.offload_optimizer=1 ({16 * parameters / 1e9:.0f} GB in CPU memory" in line
+    assert "what helps: lora.rank=32 (docs/lora.md); " in line
+    assert f"; memory.offload_optimizer=1 ({16 * parameters / 1e9:.0f} GB in CPU memory" in line
     assert "; --gpus 2 parallel.tp=2" in line and line.endswith("; a smaller model")
     assert "lower batch.max_tokens" not in line
 
@@ -102,6 +103,16 @@ def test_offloading_is_not_named_where_it_does_not_help(of, size, keys):
     config, arch = of(size, *keys)
     line = advised(config, arch, 1)
     assert "alone take" in line and "memory.offload_optimizer" not in line
+
+
+def test_adapters_are_advised_of_what_can_have_them(of):
+    """In bf16 experts get none; and where they do not fit, or are trained already, they are not named."""
+    config, arch = of("30b_a3b", "parallel.ep=4")
+    assert "what helps: lora.rank=32 lora.targets=[attention]" in advised(config, arch, 4)
+    config, arch = of("70b")
+    assert "lora.rank" not in advised(config, arch, 1)
+    config, arch = of("70b", "lora.rank=4", "parallel.tp=1")
+    assert "alone take" in advised(config, arch, 1) and "lora.rank" not in advised(config, arch, 1)
 
 
 def test_a_critic_counts_twice(of):

@@ -9,6 +9,7 @@ from support.models.decoders import decoder, sparse, with_attentions, with_windo
 from isoloss.engine.batching.balance import CostModel, Plan, imbalance, make_plan
 from isoloss.models.kinds.asymmetric import Asymmetric
 from isoloss.models.kinds.latent import Latent
+from isoloss.models.lora.config import LoraConfig
 from isoloss.models.rope import Rope
 from isoloss.tools.plan.rollout_batch import cache_bytes
 
@@ -191,6 +192,20 @@ def test_cost_counts_every_matrix():
     assert model.cost([[1, 10]]).tolist() == [
         [model.linear + model.quadratic, 10 * model.linear + 100 * model.quadratic]
     ]
+
+
+def test_cost_of_adapters_counts_a_step():
+    """A third of it: 4 FLOPs a number of the frozen matrices, 6 a number of the factors, of experts those chosen."""
+    arch = decoder(2, 8, (2, 1, 4), 16, 32)
+    frozen, heads = 2 * (64 + 32 + 32 + 64 + 3 * 128) + 256, 2 * (2 * 2 * 2 * 4) / 2
+    of_layer = 3 * ((8 + 8) + 2 * (8 + 4) + (8 + 8) + 3 * (8 + 16))
+    model = CostModel.of(arch, LoraConfig(rank=3))
+    assert model.linear == pytest.approx((4 * frozen + 6 * 2 * of_layer) / 3) and model.quadratic == heads
+    assert CostModel.of(arch, LoraConfig()) == CostModel.of(arch)
+
+    experts = sparse(arch, 6, 2, 12, "softmax", True, shared_size=0, dense_layers=1)
+    both = [CostModel.of(experts, LoraConfig(rank=rank, targets=("experts",))).linear for rank in (1, 3)]
+    assert both[1] - both[0] == pytest.approx(2 * (3 - 1) * 2 * 3 * (8 + 12))  # two of six, three matrices each
 
 
 def asymmetric(kv_heads: int, head_dim: int, value_dim: int, **more) -> Asymmetric:

@@ -1,6 +1,7 @@
 """The presets for clusters are legal for the models they are made for, on the GPUs that they name."""
 
 import json
+import re
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +13,7 @@ from isoloss.engine.config import rules
 from isoloss.engine.memory.limits import GIB
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.families.registry import read_architecture
+from isoloss.models.lora.factors import num_factors
 from isoloss.models.weights.weight_map import num_parameters
 from isoloss.recipes.launch import compose_config
 
@@ -66,7 +68,9 @@ def test_the_cache_fits_beside_the_model_that_generates(preset, tmp_path):
     config = preset.config(tmp_path)
     assert isinstance(config, RLConfig)
     cached = config.rollout.concurrency * config.data.max_length * 2 * 8 * 128
-    states = 6 * num_parameters(architecture(tmp_path))
+    # Under adapters the model has no gradients, and they take 18 bytes a number.
+    adapters = num_factors(architecture(tmp_path), config.lora) if config.lora.rank > 0 else 0
+    states = (2 if adapters else 6) * num_parameters(architecture(tmp_path)) + 18 * adapters
     assert (states + 36 * 2 * cached + 4 * cached) / GIB <= 74
     assert (states + 36 * 2 * cached) / GIB >= 60  # and more would run than need to wait
 
@@ -79,19 +83,22 @@ NODES = (8, 16, 32, 64)
 
 @pytest.mark.parametrize("recipe", ("sft", "grpo", "dapo"))
 def test_one_gpu_has_a_preset(recipe):
-    (found,) = [preset for preset in cluster_presets(recipe) if preset.claims[0].gpus == 1]
-    assert found.name == "8b_1gpu" and len(found.claims) == 1
+    whole, adapters = [preset for preset in cluster_presets(recipe) if preset.claims[0].gpus == 1]
+    assert (whole.name, adapters.name) == ("8b_1gpu", "8b_lora_1gpu")
+    assert len(whole.claims) == len(adapters.claims) == 1
 
 
 @pytest.mark.parametrize("recipe", ("sft", "grpo", "dapo"))
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("gpus", NODES)
 def test_there_is_one_preset(recipe, size, gpus):
-    """Not counting those for 128k."""
+    """Not counting those for 128k, nor those for adapters."""
     found = [
         str(preset)
         for preset in cluster_presets(recipe)
-        if preset.size == size and "_128k_" not in preset.name and gpus in [claim.gpus for claim in preset.claims]
+        if preset.size == size
+        and not re.search("_128k_|_lora_", preset.name)
+        and gpus in [claim.gpus for claim in preset.claims]
     ]
     assert len(found) == 1, found
 
@@ -105,6 +112,29 @@ def test_there_is_one_preset_for_128k(size, gpus, tmp_path):
         if preset.name.startswith(f"{size}_128k_") and gpus in [claim.gpus for claim in preset.claims]
     ]
     assert len(found) == 1 and found[0].config(tmp_path).data.max_length == 131072
+
+
+ADAPTERS = [preset for preset in EVERY if "_lora_" in preset.name]
+
+
+@pytest.mark.parametrize("preset", ADAPTERS, ids=str)
+def test_adapters_take_ten_times_the_learning_rate_and_no_cpu_memory(preset, tmp_path):
+    """Of that of the presets for whole models, and fewer GPUs than those without offloading."""
+    config = preset.config(tmp_path)
+    whole = [each for each in cluster_presets(preset.recipe) if each.size == preset.size and each not in ADAPTERS]
+    assert all(each.config(tmp_path).optim.lr == pytest.approx(config.optim.lr / 10) for each in whole) and whole
+    assert config.lora.rank == 32 and config.lora.scale(32) == 1 and config.memory.offload_optimizer == 0
+    assert config.memory.recompute == "none"
+    of_whole = [each for each in whole if each.config(tmp_path).memory.offload_optimizer == 0]
+    assert all(claim.gpus > preset.claims[0].gpus for each in of_whole for claim in each.claims)
+    assert max(claim.peak for claim in preset.claims) <= 74
+
+
+def test_adapters_have_a_preset_for_every_size():
+    assert [str(preset) for preset in ADAPTERS if preset.recipe == "sft"] == [
+        f"sft/{size}_lora_{gpus}"
+        for size, gpus in (("30b_a3b", "h100"), ("32b", "h100"), ("70b", "h100"), ("8b", "1gpu"))
+    ]
 
 
 # ---- GRPO and DAPO ---------------------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def steps_of(config: Config, arch: Architecture, train: Split) -> Steps:
     if isinstance(config, RLConfig):
         lengths, copies = lengths + config.rollout.max_new_tokens, config.rollout.num_generations
         per_batch = config.steps_per_batch
-    budget, costs = config.batch.max_tokens, CostModel.of(arch)
+    budget, costs = config.batch.max_tokens, CostModel.of(arch, config.lora)
     counts, filled = [], []
     for step in range(STEPS):
         taken = np.repeat(lengths[step_indices(len(lengths), step, rows, config.train.seed)], copies)

@@ -3,12 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from isoloss.engine.config import rules
 from isoloss.engine.config.schema import Config
 from isoloss.engine.memory.estimate import step_memory
 from isoloss.engine.memory.limits import GIB, room
 from isoloss.models.architecture import Architecture
+from isoloss.models.lora.config import LoraConfig
+from isoloss.models.lora.factors import num_factors
 from isoloss.models.weights.weight_map import num_parameters
 from isoloss.parallel import Layout, UserError
 from isoloss.tools.plan.hardware import Gpu
@@ -16,6 +19,7 @@ from isoloss.tools.plan.search import DEGREES
 
 IN_CPU_MEMORY = 16  # bytes of an offloaded parameter: weight, two moments and gradient in fp32
 MOST_GPUS = 1024
+RANK = 32  # of adapters that are advised
 
 
 def to_fit(config: Config, arch: Architecture, layout: Layout, gpu: Gpu) -> str:
@@ -27,18 +31,33 @@ def to_fit(config: Config, arch: Architecture, layout: Layout, gpu: Gpu) -> str:
         return (
             f"to fit: lower batch.max_tokens={config.batch.max_tokens}, or recompute (docs/memory.md), or ask --search"
         )
-    changes = [*_offloading(config, arch, layout, gpu), _more_gpus(config, arch, layout, gpu), "a smaller model"]
+    changes = [*_adapters(config, arch, layout, gpu), *_offloading(config, arch, layout, gpu)]
+    changes += [_more_gpus(config, arch, layout, gpu), "a smaller model"]
     return (
         f"to fit: weights, gradients and optimizer alone take {states / GIB:.1f} GiB of {available / GIB:.1f}, "
         f"whatever batch.max_tokens and memory.recompute are; what helps: {'; '.join(changes)}"
     )
 
 
+def _adapters(config: Config, arch: Architecture, layout: Layout, gpu: Gpu) -> Iterator[str]:
+    """Yield the key of adapters, which leave the weights without gradients and optimizer; of attention alone where
+    experts get none."""
+    if config.lora.rank > 0:
+        return
+    for targets in (("all",), ("attention",)):
+        keys = _keys_by_which(config, arch, layout.world_size, gpu, lora=LoraConfig(rank=RANK, targets=targets))
+        if keys is not None:
+            named = "" if targets == ("all",) else f" lora.targets=[{','.join(targets)}]"
+            yield f"lora.rank={RANK}{named}{keys} (docs/lora.md)"
+            return
+
+
 def _offloading(config: Config, arch: Architecture, layout: Layout, gpu: Gpu) -> Iterator[str]:
     offloaded = replace(config, memory=replace(config.memory, offload_optimizer=1.0))
     keys = _keys_by_which(offloaded, arch, layout.world_size, gpu)
     if config.memory.offload_optimizer < 1 and keys is not None:
-        nbytes = IN_CPU_MEMORY * config.trained_models * num_parameters(arch)
+        trained = num_factors(arch, config.lora) if config.lora.rank > 0 else num_parameters(arch)
+        nbytes = IN_CPU_MEMORY * config.trained_models * trained
         yield f"memory.offload_optimizer=1{keys} ({nbytes / 1e9:,.0f} GB in CPU memory, over all nodes)"
 
 
@@ -58,13 +77,13 @@ def _more_gpus(config: Config, arch: Architecture, layout: Layout, gpu: Gpu) -> 
     return "more GPUs, in a layout that --search finds"
 
 
-def _keys_by_which(config: Config, arch: Architecture, world: int, gpu: Gpu) -> str | None:
+def _keys_by_which(config: Config, arch: Architecture, world: int, gpu: Gpu, **changes: Any) -> str | None:
     """Return "" where the configuration fits unchanged, the key of recomputation where it fits with that, and None
-    where it is not legal or does not fit."""
+    where it is not legal or does not fit. changes: groups of keys that replace those of the configuration."""
     again = replace(config.memory, recompute="full", recompute_modules=(), recompute_layers=None)
     for keys, memory in (("", config.memory), (" memory.recompute=full", again)):
-        changed = replace(config, memory=memory)
         try:
+            changed = replace(config, memory=memory, **changes)
             layout = changed.parallel.layout().with_world(world)
             rules.check(changed, arch, layout)
         except UserError:

@@ -60,7 +60,7 @@ def plan_data(config: Config, arch: Architecture, layout: Layout) -> DataPlan:
         lengths, dropped, truncated = rows.lengths, rows.stats.dropped, rows.stats.truncated
         rejected = len(rows.rejects)
         trained, copies, order = lengths, 1, rows.order
-    costs, budget = CostModel.of(arch), config.batch.max_tokens
+    costs, budget = CostModel.of(arch, config.lora), config.batch.max_tokens
     counts, fills, imbalances = [], [], []
     for step in range(STEPS):
         taken = step_indices(order, step, config.batch.global_size, config.train.seed)

@@ -134,7 +134,7 @@ def estimate(config: Config, arch: Architecture, layout: Layout, stages: Sequenc
     seconds = (count + (layout.pp - 1) / layout.vpp) * slowest + exposed + ends
     seconds += host_seconds(config, arch, layout)
     tokens = sequences(config) * config.data.max_length
-    model_flops = 3 * sequences(config) * float(CostModel.of(arch).cost(config.data.max_length))
+    model_flops = 3 * sequences(config) * float(CostModel.of(arch, config.lora).cost(config.data.max_length))
     return Estimate(
         count, seconds, tokens / seconds / layout.world_size, model_flops / (seconds * layout.world_size * gpu.flops)
     )

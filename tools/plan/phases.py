@@ -93,7 +93,11 @@ def _train(
 
 
 def _stream(engine: Engine, config: RLConfig) -> None:
-    """Make every bucket as it is sent: one tensor of bytes."""
+    """Make every bucket as it is sent: one tensor of bytes. Of an adapter the factors, one after the other."""
+    if engine.trained.adapter is not None:
+        for _, factor in engine.trained.adapter.whole_tensors():
+            factor.contiguous()
+        return
     receives: dict[str, Receives] = {"tensor": "every rank", "broadcast": "owner", "disk": "rank 0"}
     for bucket in engine.weight_stream(config.rollout.bucket_mb << 20, receives[config.rollout.weight_sync]):
         if bucket:

@@ -20,6 +20,7 @@ from isoloss.engine.memory import nowhere
 from isoloss.engine.memory.nowhere import SimulatedRank, without_values
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.model_source import resolve
+from isoloss.engine.step.optimizer import gradient_buffers
 from isoloss.models.kinds.weight import Weight
 from isoloss.recipes.launch import RECIPES, compose_config
 from isoloss.tools.plan.phases import GENERATION, full_rows, take
@@ -62,7 +63,7 @@ def dry_run(
         memory=dataclasses.replace(config.memory, check=False, offload_optimizer=0.0),
         batch=dataclasses.replace(config.batch, share_prefixes=False),
     )
-    source = dataclasses.replace(resolve(config), weights=NoWeights())
+    source = dataclasses.replace(resolve(config), weights=NoWeights(), factors=NoWeights())
     answer_exchanges(source.arch, source.layout)
     rows = full_rows(config.batch.max_tokens, source.layout, documents)
     with without_values(recorder):
@@ -78,7 +79,7 @@ def dry_run(
     return RankReport(
         simulated.rank,
         engine.mesh.pp.rank(),
-        sum(parameter.numel() for chunk in engine.chunks for parameter in chunk.parameters()),
+        sum(parameter.numel() for parameter in parameters_of(engine)),
         micro_batches,
         config.batch.max_tokens,
         [reported(phase, resident, on_host, leaves=config.shares_device) for phase in last.values()],
@@ -96,10 +97,15 @@ def reported(phase: Phase, resident: Mapping[str, int], on_host: int, *, leaves:
 
 def resident_bytes(engine: Engine, built: int) -> dict[str, int]:
     """Return the bytes that stay on the device from step to step, by kind. built: bytes live after building."""
-    parameters = [parameter for chunk in engine.chunks for parameter in chunk.parameters()]
-    weights = storage_bytes(parameters)
-    gradients = storage_bytes([parameter.main_grad for parameter in parameters])  # pyright: ignore[reportAttributeAccessIssue]
+    weights = storage_bytes(parameters_of(engine))
+    gradients = storage_bytes(gradient_buffers(engine.trained.chunks))
     return {"weights": weights, "gradients": gradients, "optimizer": built - weights - gradients}
+
+
+def parameters_of(engine: Engine) -> list[Tensor]:
+    """Return the parameters of the model and of its adapter."""
+    modules = {id(module): module for module in (*engine.model.modules, *engine.trained.modules)}
+    return [parameter for module in modules.values() for parameter in module.parameters()]
 
 
 def storage_bytes(tensors: Sequence[Tensor]) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from statistics import fmean
 
+from isoloss.engine.batching.balance import CostModel
 from isoloss.engine.config import rules
 from isoloss.engine.config.schema import Config, MemoryConfig, ParallelConfig
 from isoloss.engine.memory.estimate import kept_by_layers, step_memory
@@ -42,6 +43,7 @@ AGAIN = {"layernorm": 0.0, "mlp_act": 0.0, "mlp": 0.65, "moe": 0.75, "experts": 
 # Ops that the host launches, forward and backward: in a layer, in its router and experts, and in an exchange with other
 # ranks' experts; and the share of them that full recomputation adds, as counted by dry runs.
 OPS_OF_LAYER, OPS_OF_EXPERTS, OPS_OF_EXCHANGE, OPS_AGAIN = 43, 55, 10, 0.4
+OPS_OF_ADAPTERS = 45  # in a layer whose matrices all have one
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def timed(config: Config, arch: Architecture, layout: Layout, peaks: Sequence[fl
     seconds = (count + (layout.pp - 1) / layout.vpp) * one + _gradients(config, arch, layout, gpu, one)
     seconds += host_seconds(config, arch, layout)
     tokens = sequences(config) * length
-    flops = 3 * sequences(config) * (sum(layer_flops(arch, length)) + output_flops(arch, length))
+    flops = 3 * sequences(config) * float(CostModel.of(arch, config.lora).cost(length))
     rate = tokens / seconds / layout.world_size
     return Candidate(config, layout, tuple(peaks), seconds, rate, flops / (seconds * layout.world_size * gpu.flops))
 
@@ -156,19 +158,20 @@ def _micro_batch(config: Config, arch: Architecture, layout: Layout, layers: int
     attention = max(forward - linear, 0.0)
     again = _computed_again(config, layers)
     head = rows * output_flops(arch, length) / (layout.tp * layout.context) / layout.pp / layout.vpp
-    compute = (linear * (3 + again) + 4 * head) / (MATRIX_SHARE * gpu.flops)
+    products = 3 if config.lora.rank == 0 else 2  # a frozen matrix has no gradient
+    compute = (linear * (products + again) + (products + 1) * head) / (MATRIX_SHARE * gpu.flops)
     compute += attention * (3.5 + again) / (ATTENTION_SHARE * gpu.flops)
     plain = replace(config, memory=MemoryConfig())
     kept = kept_by_layers(plain, arch, layout, range(arch.num_layers - layers, arch.num_layers))
     moved = MOVED_BY_EXPERTS if arch.experts else MOVED_BY_RINGS if layout.ring > 1 else MOVED_PER_KEPT
     traffic = moved * kept * (1 + again / 3) / (MEMORY_SHARE * gpu.bandwidth)
-    device = max(compute + traffic, LAUNCH_SECONDS * _launches(arch, layout, layers, again))
+    device = max(compute + traffic, LAUNCH_SECONDS * _launches(config, arch, layout, layers, again))
     return device + _exchange(config, arch, layout, layers, again, gpu)
 
 
-def _launches(arch: Architecture, layout: Layout, layers: int, again: float) -> float:
+def _launches(config: Config, arch: Architecture, layout: Layout, layers: int, again: float) -> float:
     """Return the number of ops of `layers` layers, forward and backward, with recomputation."""
-    ops = OPS_OF_LAYER
+    ops = OPS_OF_LAYER + (OPS_OF_ADAPTERS if config.lora.rank > 0 else 0)
     if arch.experts is not None:
         ops += OPS_OF_EXPERTS + OPS_OF_EXCHANGE * (layout.ep * layout.etp > 1)
     return layers * ops * (1 + OPS_AGAIN * again)
@@ -215,7 +218,8 @@ def _gradients(config: Config, arch: Architecture, layout: Layout, gpu: Gpu, one
         return 0.0
     stage = step_memory(config, arch, layout)[0]
     link = NETWORK_SHARE * (gpu.nvlink if layout.world_size <= GPUS_PER_NODE else gpu.infiniband)
-    reduce, gather = (size * (ranks - 1) / ranks / link for size in (stage.gradients, stage.weights))
+    weights = stage.weights if config.lora.rank == 0 else stage.gradients / 2  # of the factors alone
+    reduce, gather = (size * (ranks - 1) / ranks / link for size in (stage.gradients, weights))
     backward = one * 2 / 3 if config.overlaps_grad_reduce(on_gpu=True) else 0.0
     forward = one / 3 if config.overlaps_param_gather(on_gpu=True) else 0.0
     return max(reduce - backward, 0.0) + max(gather - forward, 0.0)

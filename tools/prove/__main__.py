@@ -81,9 +81,7 @@ def configuration(loss: str | None, overrides: Sequence[str]) -> Config:
     only = loss_of(loss).aggregation if loss else None
     policy = [f"algorithm.loss={loss}"] if loss else []
     fitting = [f"loss.aggregation={only}"] if only else []
-    config = compose_config("sft", RLConfig if loss else Config, [*policy, *fitting, *overrides])[0]
-    config.refuse_adapter()
-    return config
+    return compose_config("sft", RLConfig if loss else Config, [*policy, *fitting, *overrides])[0]
 
 
 if __name__ == "__main__":

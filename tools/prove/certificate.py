@@ -44,11 +44,12 @@ class ProofRun:
 
 def line(row: ProofRun) -> str:
     against = row.against
+    base = "" if against.base_error is None else f"base {against.base_error:.1e}  "
     expected = "" if row.as_expected else "  (must fail)" if against.passed else "  (must pass)"
     return (
         f"{'pass' if against.passed else 'FAIL'}  {row.layout!s:24} {row.case.loss.aggregation:24} "
         f"budget {row.budget:>6} {micro_batches(row):>16}  "
-        f"loss {against.loss_error:.1e}  norm {against.norm_error:.1e}  "
+        f"loss {against.loss_error:.1e}  {base}norm {against.norm_error:.1e}  "
         f"worst gradient {against.gradient_error:.1e} {against.worst}{expected}"
     )
 
@@ -146,8 +147,9 @@ def report(
                 print(f"not proved on {row.layout}: {row.against.reason}")
         for claim, text in verdicts.items():
             print(f"{claim:24} {text}")
+        one_rank = "one rank with merged weights" if config.lora.rank > 0 else "one rank"
         print(
-            f"{'proved' if proved else 'NOT proved'}: {agree} of {len(rows)} runs agree with one rank and one "
+            f"{'proved' if proved else 'NOT proved'}: {agree} of {len(rows)} runs agree with {one_rank} and one "
             f"micro-batch; certificate in {folder}"
         )
         return 0 if proved else 1

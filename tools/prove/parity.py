@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from isoloss.engine.batching.balance import CostModel, Plan
+from isoloss.engine.batching.balance import FULL, CostModel, Plan
 from isoloss.engine.batching.plan import plan_step
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config import rules
@@ -29,10 +30,12 @@ from isoloss.engine.step.forward_backward import CanaryError
 from isoloss.engine.step.losses import Loss, cross_entropy
 from isoloss.engine.step.optimizer import global_grad_norm
 from isoloss.models.architecture import Architecture
+from isoloss.models.lora.config import LoraConfig
 from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.parallel import Layout
+from isoloss.tools.prove.adapters import MergedModel, adapted_engine, loss_of_base, norm_of
 from isoloss.tools.prove.bugs import NO_BUG, PlantedBug, RunTraits
-from isoloss.tools.prove.bugs.bug import replaced
+from isoloss.tools.prove.bugs.bug import AdapterTraits, replaced
 from isoloss.tools.prove.routing import (
     LayerRouting,
     as_tensors,
@@ -60,12 +63,14 @@ class Case:
 
     policy: the RL configuration of a policy loss, aggregated as `loss` says; None for cross-entropy.
     critic: True for that configuration's value loss on a critic instead.
+    lora: keys of the adapter, which change what samples cost and so the plan.
     """
 
     max_tokens: int
     loss: LossConfig
     policy: RLConfig | None = None
     critic: bool = False
+    lora: LoraConfig = FULL
 
     def build(self) -> Loss:
         if self.policy is None:
@@ -80,10 +85,15 @@ class Case:
         return "value" if self.critic else self.policy.algorithm.loss
 
     def run(
-        self, layout: Layout, samples: Sequence[Sample], arch: Architecture, moe: MoeConfig | None = None
+        self,
+        layout: Layout,
+        samples: Sequence[Sample],
+        arch: Architecture,
+        moe: MoeConfig | None = None,
+        adapter: AdapterTraits | None = None,
     ) -> RunTraits:
         """Return the traits by which a planted bug shows. moe: the configuration of a model with experts."""
-        how = layout, self._budget(samples), CostModel.of(arch)
+        how = layout, self._budget(samples), CostModel.of(arch, self.lora)
         plan = plan_step(samples, *how, share_prefixes=self._shares(arch))
         micro_batches = [m for rank_batches in plan.micro_batches for m in rank_batches]
         documents = tuple(tuple(len(samples[i]) for i in m) for m in micro_batches)
@@ -93,11 +103,12 @@ class Case:
         rows = [tree for rank_trees in plan.trees for tree in rank_trees]
         children = [Counter(parent for parent in tree.parents if parent >= 0) for tree in rows]
         branches = any(max(of_row.values(), default=0) > 1 for of_row in children)
-        return RunTraits(layout, documents, targets, mode, tuple(others), policy, moe, branches=branches)
+        facts = layout, documents, targets, mode, tuple(others), policy, moe
+        return RunTraits(*facts, branches=branches, adapter=adapter)
 
     def plan(self, layout: Layout, samples: Sequence[Sample], arch: Architecture) -> Plan:
         """Return the plan of an engine with this budget."""
-        how = layout, self._budget(samples), CostModel.of(arch)
+        how = layout, self._budget(samples), CostModel.of(arch, self.lora)
         return plan_step(samples, *how, share_prefixes=self._shares(arch))
 
     def _budget(self, samples: Sequence[Sample]) -> int:
@@ -124,6 +135,7 @@ class Measurement:
     details: every term and observed value of the loss.
     parameters: norms by the name of the weight, if there was a reference.
     routing: the choices of every layer with experts, numbered from 1.
+    base: the loss of the model without its adapter; None without one.
     """
 
     loss: float
@@ -135,6 +147,7 @@ class Measurement:
     canary: str | None
     parameters: Mapping[str, Norms]
     routing: Mapping[int, LayerRouting] = field(default_factory=dict)
+    base: float | None = None
 
     @property
     def flips(self) -> int:
@@ -169,45 +182,51 @@ def measure(
 ) -> list[Measurement]:
     """Run each case on this world.
 
-    references: a safetensors file a case, read, or (write=True, one rank) written.
+    references: a safetensors file a case, read, or (write=True, one rank) written: of an adapter by a model with merged
+        weights.
 
     Cases of a critic are not mixed with others; its head, which training starts at 0, is random, so that every gradient
     depends on it. Returns this rank's measurements: parameters on the first of the ranks that hold the same ones, none
     on the others.
     """
-    engine = Engine(config)
-    if cases[0].critic:
-        engine = Engine(config, critic_of=engine)
-        engine.model.load(RandomWeights(engine.arch, config.train.seed))
     samples = thaw(frozen)
     results = []
     canary: list[str] = []
     with bug.planted(), replaced("isoloss.engine.step.forward_backward.check_canary", _recording(canary)):
+        merged = MergedModel(config) if write and config.lora.rank > 0 else None
+        engine = merged.engine if merged else adapted_engine(config)
+        if cases[0].critic:
+            engine = Engine(config, critic_of=engine)
+            engine.model.load(RandomWeights(engine.arch, config.train.seed))
         for case, reference in zip(cases, references, strict=True):
-            canary.clear()
             _set_budget(engine, case, samples)
+            base = None
+            if config.lora.rank > 0:
+                base = (merged.loss_of_base if merged else partial(loss_of_base, engine))(samples, case.build())
+            canary.clear()
             engine.zero_grad()
             with recorded(engine.chunks, sum(len(sample) for sample in samples)) as choices:
                 metrics = engine.forward_backward(samples, case.build())
-            gradients = {name: gradient.to(torch.float64, copy=True) for name, gradient in engine.gradients()}
+            found = merged.gradients() if merged else engine.gradients()
+            gradients = {name: gradient.to(torch.float64, copy=True) for name, gradient in found}
             if write:
                 save_file({name: g.contiguous() for name, g in gradients.items()} | as_tensors(choices), reference)
             mesh = engine.mesh
             leader = (mesh.dp_context.rank() == 0 and mesh.tp.rank() == 0) or mesh.expert_dp.rank() == 0
             norms = _compare(gradients, reference) if leader else {}
             engine.optimizer.prepare_grads()
-            grad_norm = global_grad_norm(engine.optimizer)
             results.append(
                 Measurement(
                     metrics.loss,
                     metrics.magnitude,
                     {**metrics.terms, **metrics.observed},
-                    grad_norm,
+                    norm_of(gradients.values()) if merged else global_grad_norm(engine.optimizer),
                     metrics.weight_sum,
                     metrics.micro_batches,
                     canary[0] if canary else None,
                     norms,
                     compare_choices(choices, reference),
+                    base,
                 )
             )
     return results
@@ -227,6 +246,7 @@ def merge(per_rank: Sequence[Sequence[Measurement]]) -> list[Measurement]:
 class Comparison:
     """A measurement against its reference, in relative errors.
 
+    base_error: that of the loss without the adapter; None without one.
     worst: the parameter with the largest gradient error.
     flips: number of tokens that chose other experts. smallest_margin: the margin of the closest choice.
     """
@@ -239,6 +259,7 @@ class Comparison:
     smallest_margin: float | None
     passed: bool
     reason: str
+    base_error: float | None = None
 
 
 def compare(measured: Measurement, reference: Measurement, tolerance: Tolerance) -> Comparison:
@@ -246,6 +267,9 @@ def compare(measured: Measurement, reference: Measurement, tolerance: Tolerance)
     gradient is 0 proves nothing."""
     loss_error = _relative(measured.loss, reference.loss, reference.magnitude)
     limit = tolerance.gradient
+    base_error = None
+    if measured.base is not None and reference.base is not None:
+        base_error = _relative(measured.base, reference.base, reference.magnitude)
     worse = [k for k, v in reference.details.items() if not abs(measured.details[k] - v) <= limit * max(abs(v), 1.0)]
     norm_error = _relative(measured.grad_norm, reference.grad_norm, reference.grad_norm)
     errors = {
@@ -264,6 +288,8 @@ def compare(measured: Measurement, reference: Measurement, tolerance: Tolerance)
         reasons.append(f"canary: {measured.canary}")
     if not loss_error <= tolerance.loss:
         reasons.append(f"loss off by {loss_error:.1e}")
+    if base_error is not None and not base_error <= tolerance.loss:
+        reasons.append(f"loss without the adapter off by {base_error:.1e}")
     if worse:
         reasons.append(f"{worse[0]} is {measured.details[worse[0]]!r}, not {reference.details[worse[0]]!r}")
     if not errors[worst] <= tolerance.gradient:
@@ -271,7 +297,8 @@ def compare(measured: Measurement, reference: Measurement, tolerance: Tolerance)
     if not norm_error <= tolerance.gradient:
         reasons.append(f"gradient norm off by {norm_error:.1e}")
     routing = (measured.flips, measured.smallest_margin)
-    return Comparison(loss_error, norm_error, errors[worst], worst, *routing, not reasons, "; ".join(reasons))
+    passed, reason = not reasons, "; ".join(reasons)
+    return Comparison(loss_error, norm_error, errors[worst], worst, *routing, passed, reason, base_error)
 
 
 def _relative(measured: float, reference: float, size: float) -> float:

@@ -19,10 +19,10 @@ from isoloss.engine.config.schema import Config, LossConfig
 from isoloss.engine.data.dataset import step_indices
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.sft.loop import load_data
-from isoloss.engine.step.engine import Engine
 from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import Layout, UserError
 from isoloss.parallel.layout import MODEL_AXES
+from isoloss.tools.prove.adapters import adapted_engine, adapter_traits
 from isoloss.tools.prove.bugs import NO_BUG, PLANTED_BUGS, PlantedBug
 from isoloss.tools.prove.certificate import ProofRun, line, report
 from isoloss.tools.prove.parity import TOLERANCE, Case, compare, freeze, measure, merge, reference_file, thaw
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace, config: Config, layouts: Sequence[Layout]
         rules.check(on_layout(config, layout, arguments.precision), read_architecture(config.model.path), layout)
     modes = arguments.aggregations.split(",") if arguments.aggregations else [config.loss.aggregation]
     policy = config if isinstance(config, RLConfig) else None
-    losses = [Case(0, loss_config(mode, config), policy) for mode in modes]
+    losses = [Case(0, loss_config(mode, config), policy, lora=config.lora) for mode in modes]
     samples = first_batch(config, bug)
     runs = choose_runs(config, samples, layouts, losses, arguments.budgets)
     with ranks_for(layouts, pool) as ranks:
@@ -162,7 +162,7 @@ def older_logprobs(config: RLConfig, frozen: bytes, seed: int) -> list[np.ndarra
     """Make up log-probabilities of an older policy for every sample's targets: 0.3 nats from those of the model, enough
     for ratios beyond the usual clipping on both sides. Runs on every rank; collectives as `Engine.logprobs`."""
     rng = np.random.default_rng(seed)
-    own: Sequence[Tensor] = Engine(config).logprobs(thaw(frozen), config.rollout.temperature)
+    own: Sequence[Tensor] = adapted_engine(config).logprobs(thaw(frozen), config.rollout.temperature)
     return [values_T.numpy(force=True) + rng.normal(0, 0.3, len(values_T)) for values_T in own]
 
 
@@ -182,7 +182,8 @@ def prove(
     """
     arch = read_architecture(config.model.path)
     moe = config.moe if arch.experts else None
-    seen = {layout: [case.run(layout, samples, arch, moe) for case in cases] for layout, cases in runs.items()}
+    adapter = adapter_traits(config, arch)
+    seen = {layout: [case.run(layout, samples, arch, moe, adapter) for case in cases] for layout, cases in runs.items()}
     if bug is not NO_BUG and not any(bug.must_fail_on(run) for layout_traits in seen.values() for run in layout_traits):
         raise UserError(f"--plant {bug.name} shows in none of these runs: it needs {bug.needs}")
     frozen = freeze(samples)

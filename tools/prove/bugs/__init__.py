@@ -6,12 +6,13 @@ docs/normalization.md has their origins.
 
 import copyreg
 
+from isoloss.tools.prove.bugs.adapters import ADAPTERS
 from isoloss.tools.prove.bugs.bug import NO_BUG, PlantedBug, RunTraits
 from isoloss.tools.prove.bugs.dense import DENSE
 from isoloss.tools.prove.bugs.experts import EXPERTS
 from isoloss.tools.prove.bugs.policy import POLICY, PREFIXES
 
-PLANTED_BUGS = {bug.name: bug for bug in (*DENSE, *EXPERTS, *POLICY, *PREFIXES)}
+PLANTED_BUGS = {bug.name: bug for bug in (*DENSE, *EXPERTS, *POLICY, *PREFIXES, *ADAPTERS)}
 
 
 def _by_name(name: str) -> PlantedBug:

@@ -25,6 +25,28 @@ REDUCE_GRADIENTS = "isoloss.engine.step.trained.finalize_model_grads"
 
 
 @dataclass(frozen=True)
+class AdapterTraits:
+    """The traits of an adapter that decide whether a bug shows.
+
+    divisions: of every adapted matrix, whether it is one of an expert, and what TP does with it: copied (every rank has
+        it whole), or split by its rows (which are its inputs) or its columns, as Megatron-Core says.
+    merges: True if Megatron-Core multiplies several adapted matrices as one. alternates: True if their rows alternate.
+    scaled: True if a rank is above 1. recomputed: True if layers are computed again in the backward.
+    """
+
+    divisions: frozenset[tuple[bool, str]]
+    merges: bool
+    alternates: bool
+    scaled: bool
+    recomputed: bool
+
+    def over(self, layout: Layout, *divisions: str) -> bool:
+        """Return whether several ranks of the layout's tp, or etp, divide an adapted matrix in one of these ways."""
+        sizes = {False: layout.tp, True: layout.etp}
+        return any(sizes[expert] > 1 and division in divisions for expert, division in self.divisions)
+
+
+@dataclass(frozen=True)
 class RunTraits:
     """The traits of a run that decide whether a bug shows.
 
@@ -34,6 +56,7 @@ class RunTraits:
     moe: the configuration of a model with experts; None for a dense one.
     biases: True if selection biases after some steps are compared, instead of loss and gradients.
     branches: True if two samples of a micro-batch continue a prefix that is computed once.
+    adapter: the traits of the adapter; None without one.
     """
 
     layout: Layout
@@ -45,6 +68,7 @@ class RunTraits:
     moe: MoeConfig | None = None
     biases: bool = False
     branches: bool = False
+    adapter: AdapterTraits | None = None
 
     @property
     def aggregations(self) -> tuple[str, ...]:
