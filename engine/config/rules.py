@@ -20,6 +20,7 @@ from isoloss.engine.config.help import as_written
 from isoloss.engine.config.schema import Config
 from isoloss.models.architecture import Architecture
 from isoloss.models.kinds.kind import Refusal, SoftmaxAttention, divisors
+from isoloss.models.lora import served
 from isoloss.models.lora.factors import adapted_weights
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.mcore.activation_memory import RECOMPUTE_MODULES
@@ -109,6 +110,8 @@ def generation(setup: Setup) -> Refusals:
     if rollout.backend == "sglang" and family in UNKNOWN_TO_SGLANG:
         why = f"has no class for {family}, and would go on with the experts that it began with"
         yield "rollout.backend", why, "use rollout.backend=megatron"
+    if rollout.backend == "sglang" and setup.config.lora.rank > 0:
+        yield from served.refusals(setup.arch, setup.config.lora)
 
 
 def stages(setup: Setup) -> Refusals:

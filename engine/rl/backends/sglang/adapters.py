@@ -1,0 +1,315 @@
+"""Adapters of low rank on SGLang servers. The servers have the model itself from its files, and no weight of it is ever
+sent; an update is one more adapter.
+
+An adapter has a name of its own, that of its version, and is loaded while servers generate. From the update on,
+requests name it; those under way end with the one that they began with, which is unloaded when none is left. Keys and
+values are cached by adapter, so nothing is flushed. SGLang tells of a token neither its adapter nor that it used none:
+the version of a completion is the adapter that its request named, where the server has it by that name.
+
+A server is for one run: what others have left there is unloaded.
+"""
+
+import hashlib
+import shutil
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from json import dumps
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from isoloss.engine.rl.backends.protocol import Bucket
+from isoloss.engine.rl.backends.servers.api_key import ApiKey
+from isoloss.engine.rl.backends.servers.health import check_alike
+from isoloss.engine.rl.backends.servers.server import Refused, Server, ServerLost, WeightSync, on_all
+from isoloss.engine.rl.backends.sglang.bucket import FlatBucket, flatten, serialize
+from isoloss.engine.rl.backends.sglang.group import is_here
+from isoloss.engine.rl.backends.sglang.server import SGLangServer, read_reply, request_body
+from isoloss.engine.rl.backends.sglang.weights import sync_folder
+from isoloss.engine.rl.config import RolloutConfig
+from isoloss.engine.rl.trajectory import Completion, Request, Sampling
+from isoloss.models.architecture import Architecture
+from isoloss.models.lora.config import LoraConfig
+from isoloss.models.lora.peft_folder import CONFIG, TENSORS
+from isoloss.models.lora.served import served_config, served_shapes, target_names
+from isoloss.parallel import UserError
+
+PREFIX = "policy-"
+IN_A_BATCH = 3  # adapters that a server computes with at a time: the new one, the one before it, and none (/health)
+
+
+@dataclass(frozen=True)
+class Named:
+    """An adapter on the servers."""
+
+    version: int
+    name: str
+
+
+@dataclass
+class InUse:
+    """The adapters of a fleet; from any thread.
+
+    current: the adapter that requests name. loaded: the one that a complete update has given to all servers.
+    """
+
+    current: Named | None = None
+    loaded: Named | None = None
+    _requests: Counter[str] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def request(self) -> Iterator[Named]:
+        """Yield the adapter that a request is to name, which stays until the request has ended."""
+        with self._lock:
+            adapter = self.current
+            assert adapter is not None, "no server takes requests before an update"
+            self._requests[adapter.name] += 1
+        try:
+            yield adapter
+        finally:
+            with self._lock:
+                self._requests[adapter.name] -= 1
+
+    def serve(self, version: int) -> None:
+        """Let requests name the adapter that was loaded as `version`."""
+        with self._lock:
+            assert self.loaded is not None and self.loaded.version == version
+            self.current = self.loaded
+
+    def needed(self) -> set[str]:
+        """Return the names that requests have or will have."""
+        with self._lock:
+            names = {name for name, number in self._requests.items() if number > 0}
+            return names if self.current is None else names | {self.current.name}
+
+
+class AdapterServer(SGLangServer):
+    """An SGLang server that makes tokens with an adapter."""
+
+    def __init__(self, url: str, timeout: float, key: ApiKey | None, adapters: InUse):
+        super().__init__(url, timeout, key)
+        self._adapters = adapters
+
+    def generate(self, request: Request, tokens: Sequence[int], sampling: Sampling, budget: int) -> Completion:
+        with self._adapters.request() as adapter:
+            body = {**request_body(request, tokens, sampling, budget), "lora_path": adapter.name}
+            try:
+                return read_reply(request.id, self.post("/generate", body), adapter.version)
+            except ServerLost as lost:
+                raise ServerLost(f"{self.url}/generate: {lost}", lost.timed_out) from None
+            except Refused as refused:
+                if adapter.name in str(refused):
+                    raise ServerLost(f"{self.url} has lost the adapter {adapter.name}: {refused}") from None
+                raise
+
+    def weight_version(self) -> int | None:
+        """See `Server`: the version of the adapter that requests name, if the server has it, on the model's files."""
+        adapter = self._adapters.current
+        if adapter is None or super().weight_version() is not None:
+            return None
+        return adapter.version if adapter.name in self.loaded() else None
+
+    def set_weight_version(self, version: int) -> None:
+        """See `Server`: requests of the whole fleet name it."""
+        self._adapters.serve(version)
+
+    def loaded(self) -> list[str]:
+        """Return the names of adapters that the server has."""
+        models = self.get("/v1/models").get("data")
+        if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
+            raise ServerLost(f"{self.url}/v1/models: an answer without a list of models")
+        return [str(model.get("id")) for model in models if model.get("parent") is not None]
+
+    def load(self, name: str, path: str, body: Mapping[str, Any]) -> None:
+        """Load an adapter. Raises ServerLost where the server does not say that it has it."""
+        reply = self.post(path, {"lora_name": name, **body})
+        if reply.get("success") is not True:
+            raise ServerLost(f"{self.url}{path}: {name} was not loaded: {reply.get('error_message')}")
+
+    def unload(self, name: str) -> None:
+        self.post("/unload_lora_adapter", {"lora_name": name}, answer=False)
+
+
+class AdapterSync(WeightSync):
+    """An adapter's tensors in the request, or on the same machine in memory that the request refers to; with `sync_dir`
+    in a folder there, as PEFT writes it, which trainer and servers see under the same name.
+
+    shapes: shapes of all tensors by name. A server dies of another one, when the first request comes.
+    """
+
+    receives = "rank 0"
+    of_adapter = True
+
+    def __init__(self, arch: Architecture, lora: LoraConfig, base: str, adapters: InUse, sync_dir: Path | None):
+        self._config, self._shapes = served_config(arch, lora, base), served_shapes(arch, lora)
+        self._rank, self._targets = lora.rank, target_names(arch, lora)
+        self._has_experts = arch.experts is not None
+        self._adapters, self._sync_dir = adapters, sync_dir
+        self._tensors: dict[str, Tensor] = {}
+        self._flat: FlatBucket | None = None
+        self._unknown: list[AdapterServer] = []
+        self.server_options = (
+            "--enable-lora", "--max-lora-rank", str(lora.rank), "--max-loras-per-batch", str(IN_A_BATCH),
+            "--lora-strict-loading", "--lora-target-modules", *self._targets,
+        )  # fmt: skip
+
+    def open(self, servers: Sequence[Server]) -> None:
+        on_all(of_adapters(servers), self._check)
+
+    def prepare(self, bucket: Bucket) -> Bucket:
+        """Copies, since the tensors may be the parameters themselves, or a buffer."""
+        return [(f"base_model.model.{name}", tensor.to("cpu", copy=True).contiguous()) for name, tensor in bucket]
+
+    def begin(self, servers: Sequence[Server]) -> None:
+        self._tensors = {}
+        current = self._adapters.current
+        mine = of_adapters(servers)
+        self._unknown = [
+            server
+            for server, names in zip(mine, on_all(mine, lambda server: server.loaded()))
+            if current is None or current.name not in names
+        ]
+        on_all(self._unknown, self._check)  # one that was started again, or was never seen
+        self.tidy(servers)
+
+    def send(self, servers: Sequence[Server], payload: Bucket) -> None:
+        self._tensors |= dict(payload)
+
+    def end(self, servers: Sequence[Server], version: int) -> None:
+        self._check_tensors()
+        # Never the name of one before: SGLang refuses a name that it has, and would serve what it had by that name.
+        adapter = Named(version, f"{PREFIX}{version}-{uuid.uuid4().hex[:8]}")
+        load = self._by_folder(adapter) if self._sync_dir is not None else self._by_tensors(adapter)
+        on_all(of_adapters(servers), load)
+        if self._unknown:
+            check_alike(servers)
+        self._adapters.loaded = adapter
+
+    def tidy(self, servers: Sequence[Server]) -> None:
+        """Unload the adapters that no request names: versions before, and those of an update that failed."""
+        needed = self._adapters.needed()
+
+        def unload(server: AdapterServer) -> None:
+            with suppress(ServerLost):  # who asks it next will see
+                for name in server.loaded():
+                    if name.startswith(PREFIX) and name not in needed:
+                        server.unload(name)
+
+        on_all(of_adapters(servers), unload)
+        for folder in () if self._sync_dir is None else self._sync_dir.glob(f"{PREFIX}*"):
+            if folder.name not in needed:
+                shutil.rmtree(folder)
+
+    def release(self) -> None:
+        self._tensors, self._flat = {}, None
+
+    def _by_tensors(self, adapter: Named) -> Callable[[AdapterServer], None]:
+        flat = self._flat = flatten(list(self._tensors.items()))
+        sums = {name: sha256(tensor) for name, tensor in self._tensors.items()}
+
+        def load(server: AdapterServer) -> None:
+            handle = serialize(flat, in_memory=is_here(server.url))
+            body = {
+                "config_dict": self._config,
+                "serialized_named_tensors": [handle] * server.info().tp_size,
+                "load_format": "flattened_bucket",
+                "expected_checksums": sums,
+            }
+            server.load(adapter.name, "/load_lora_adapter_from_tensors", body)
+
+        return load
+
+    def _by_folder(self, adapter: Named) -> Callable[[AdapterServer], None]:
+        assert self._sync_dir is not None
+        folder = self._sync_dir / adapter.name
+        folder.mkdir(parents=True)
+        save_file(self._tensors, folder / TENSORS, metadata={"format": "pt"})
+        (folder / CONFIG).write_text(dumps(self._config, indent=2) + "\n", encoding="utf-8")
+        return lambda server: server.load(adapter.name, "/load_lora_adapter", {"lora_path": str(folder)})
+
+    def _check_tensors(self) -> None:
+        found = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        wrong = [name for name in {**self._shapes, **found} if found.get(name) != self._shapes.get(name)]
+        if wrong:
+            first = wrong[0]
+            raise UserError(
+                f"lora: {len(wrong)} of {len(self._shapes)} tensors of the adapter are not those of the model, the "
+                f"first of them {first}: {found.get(first)} where the model has {self._shapes.get(first)}; nothing was "
+                "sent"
+            )
+
+    def _check(self, server: AdapterServer) -> None:
+        """Raises UserError for a server that would not serve this adapter on the model's own weights."""
+        told = server.get("/server_info")
+        why = self._unfit(told)
+        if why is not None:
+            raise UserError(
+                f"rollout.servers: {server} {why} (lora.rank={self._rank}); start it with "
+                f"{' '.join(self.server_options)}"
+            )
+        version = SGLangServer.weight_version(server)
+        if version is not None:
+            raise UserError(
+                f"rollout.servers: {server} serves weights of version {version} that a run has sent to it, and an "
+                "adapter (lora.rank) goes with those of model.path; start it again"
+            )
+
+    def _unfit(self, told: Mapping[str, Any]) -> str | None:
+        if not told.get("enable_lora"):
+            return "was started without adapters"
+        rank, batch, kept = (told.get(key) for key in ("max_lora_rank", "max_loras_per_batch", "max_loaded_loras"))
+        if isinstance(rank, int) and rank < self._rank:
+            return f"takes adapters of rank {rank} at most"
+        if isinstance(batch, int) and batch < 2:
+            return f"computes with {batch} adapter at a time, and during an update there are two"
+        if isinstance(kept, int) and kept < 2:
+            return f"keeps {kept} adapter (--max-loaded-loras), and during an update there are two"
+        if int(told.get("dp_size") or 1) > 1:
+            return f"has --dp-size {told['dp_size']}, with which SGLang loads no adapter"
+        if told.get("lora_use_virtual_experts") and self._has_experts:
+            return "was started with --lora-use-virtual-experts, which takes factors of gate_proj for up_proj"
+        targets = told.get("lora_target_modules")
+        if isinstance(targets, list) and not {"all", *MERGED} & set(targets):
+            missing = [name for name in self._targets if name not in targets]
+            if missing:
+                return f"has no adapters for {', '.join(missing)}"
+        return None
+
+
+MERGED = ("qkv_proj", "gate_up_proj")  # SGLang's names of several matrices in one, in place of theirs
+
+
+def of_adapters(servers: Sequence[Server]) -> list[AdapterServer]:
+    """Return the servers, which are all of this kind."""
+    return [cast(AdapterServer, server) for server in servers]
+
+
+def sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def adapter_fleet(
+    arch: Architecture, lora: LoraConfig
+) -> tuple[
+    Callable[[str, float, ApiKey | None], Server],
+    Callable[[RolloutConfig, str | Path, dist.ProcessGroup], WeightSync],
+]:
+    """Return how a `ServerBackend` makes its clients and its way of weights, for an adapter of a model."""
+    adapters = InUse()
+
+    def sync(config: RolloutConfig, model: str | Path, group: dist.ProcessGroup) -> WeightSync:
+        del group
+        folder = sync_folder(config) if config.weight_sync == "disk" else None
+        return AdapterSync(arch, lora, str(model), adapters, folder)
+
+    return partial(AdapterServer, adapters=adapters), sync
