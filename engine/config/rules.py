@@ -110,8 +110,6 @@ def generation(setup: Setup) -> Refusals:
     if rollout.backend == "sglang" and family in UNKNOWN_TO_SGLANG:
         why = f"has no class for {family}, and would go on with the experts that it began with"
         yield "rollout.backend", why, "use rollout.backend=megatron"
-    if rollout.backend == "sglang" and setup.config.lora.rank > 0:
-        yield from served.refusals(setup.arch, setup.config.lora)
 
 
 def stages(setup: Setup) -> Refusals:
@@ -326,6 +324,9 @@ def adapters(setup: Setup) -> Refusals:
     if config.parallel.overlap_param_gather:
         why = "lets layers wait for their own weights, and an adapter's (lora.rank) are gathered at once"
         yield "parallel.overlap_param_gather", why, "leave it at null"
+    rollout = getattr(config, "rollout", None)
+    if rollout is not None and rollout.backend == "sglang":
+        yield from served.refusals(setup.arch, lora)
 
 
 SUBJECTS = (

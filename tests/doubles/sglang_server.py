@@ -39,8 +39,7 @@ from transformers import AutoModelForCausalLM
 FLUSH_EVERY = 50  # a request that is aborted in the queue returns its tokens up to a multiple of this, as SGLang's does
 HANG_SECONDS = 3600
 OF_ADAPTERS = (
-    "enable_lora", "max_lora_rank", "max_loras_per_batch", "max_loaded_loras", "lora_target_modules",
-    "lora_use_virtual_experts", "dp_size",
+    "enable_lora", "max_lora_rank", "max_loras_per_batch", "max_loaded_loras", "lora_target_modules", "dp_size",
 )  # fmt: skip
 LATE_SECONDS = 0.3
 
@@ -715,7 +714,6 @@ def main() -> None:
     parser.add_argument("--max-loaded-loras", type=int)
     parser.add_argument("--lora-strict-loading", action="store_true", help="changes nothing")
     parser.add_argument("--lora-target-modules", nargs="*")
-    parser.add_argument("--lora-use-virtual-experts", action="store_true", help="changes nothing")
     parser.add_argument("--dp-size", type=int, default=1, help="changes nothing")
     parser.add_argument("--answers-by-the-model", action="store_true", help="whatever adapter a request names")
     parser.add_argument("--api-key", help="as SGLang's: every call but /health has to bring it")

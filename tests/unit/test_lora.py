@@ -5,12 +5,15 @@ import math
 
 import pytest
 import torch
-from support.models.families import published
+from support.models.families import published, write_config
 
 from isoloss.engine import RLConfig, train_rl, train_sft
 from isoloss.engine.config import rules
+from isoloss.engine.config.data_config import DataConfig
 from isoloss.engine.config.schema import Config, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
+from isoloss.engine.rl.config import RolloutConfig
 from isoloss.models.families import qwen3, qwen3_moe
+from isoloss.models.families.registry import read_architecture
 from isoloss.models.lora.config import LoraConfig
 from isoloss.models.lora.factors import adapter_map
 from isoloss.models.lora.initial import InitialFactors
@@ -133,3 +136,29 @@ def test_runs_and_commands_refuse_adapters(train):
 def test_keys_without_a_rank(key):
     with pytest.raises(UserError, match=r"is for adapters: set lora.rank"):
         LoraConfig(**key)
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "says"),
+    [
+        ("qwen3", {}, None),
+        ("qwen3-moe", {"targets": ("attention",)}, None),
+        ("qwen3-moe", {}, r"lora\.targets=\['?all'?\] adapts experts.*set lora\.targets=\[attention\]"),
+        ("qwen3-moe", {"expert_rank": 4}, r"lora\.targets=.*set lora\.targets=\[attention\]"),  # a rank_pattern
+        ("glm-4.5", {"targets": ("mlp",)}, r"lora\.targets=.*set lora\.targets=\[attention\]"),
+        ("gpt-oss", {}, r"lora\.rank=2 trains an adapter of gpt_oss.*rollout\.backend=megatron"),
+        ("qwen3.5", {"targets": ("in_proj_b",)}, r"lora\.rank=2 trains an adapter of qwen3_5_text"),
+        ("deepseek-v3", {"targets": ("attention",)}, r"lora\.rank=2 trains an adapter of deepseek_v3"),
+    ],
+    ids=str,
+)
+def test_what_sglang_would_not_serve_is_refused(family, lora, says, tmp_path):
+    """It would skip what it does not read, and answer by the rest. The same adapter is trained without its servers."""
+    arch = read_architecture(write_config(tmp_path / "model", published(family)))
+    rollout = RolloutConfig(backend="sglang", servers=("http://127.0.0.1:9",))
+    config = RLConfig(ModelConfig("x"), lora=LoraConfig(rank=2, **lora), data=DataConfig(max_length=8), rollout=rollout)
+    rules.check(dataclasses.replace(config, rollout=RolloutConfig()), arch, Layout())
+    if says is None:
+        return rules.check(config, arch, Layout())
+    with pytest.raises(UserError, match=says):
+        rules.check(config, arch, Layout())

@@ -153,11 +153,11 @@ class AdapterSync(WeightSync):
     def __init__(self, arch: Architecture, lora: LoraConfig, base: str, adapters: InUse, sync_dir: Path | None):
         self._config, self._shapes = served_config(arch, lora, base), served_shapes(arch, lora)
         self._rank, self._targets = lora.rank, target_names(arch, lora)
-        self._has_experts = arch.experts is not None
         self._adapters, self._sync_dir = adapters, sync_dir
         self._tensors: dict[str, Tensor] = {}
         self._flat: FlatBucket | None = None
         self._unknown: list[AdapterServer] = []
+        self._tp_sizes: dict[AdapterServer, int] = {}
         self.server_options = (
             "--enable-lora", "--max-lora-rank", str(lora.rank), "--max-loras-per-batch", str(IN_A_BATCH),
             "--lora-strict-loading", "--lora-target-modules", *self._targets,
@@ -172,15 +172,11 @@ class AdapterSync(WeightSync):
 
     def begin(self, servers: Sequence[Server]) -> None:
         self._tensors = {}
-        current = self._adapters.current
         mine = of_adapters(servers)
-        self._unknown = [
-            server
-            for server, names in zip(mine, on_all(mine, lambda server: server.loaded()))
-            if current is None or current.name not in names
-        ]
-        on_all(self._unknown, self._check)  # one that was started again, or was never seen
-        self.tidy(servers)
+        versions = on_all(mine, lambda server: server.weight_version())
+        # Those that were started again, or have had no adapter yet.
+        self._unknown = [server for server, version in zip(mine, versions) if version is None]
+        on_all(self._unknown, self._check)
 
     def send(self, servers: Sequence[Server], payload: Bucket) -> None:
         self._tensors |= dict(payload)
@@ -221,7 +217,7 @@ class AdapterSync(WeightSync):
             handle = serialize(flat, in_memory=is_here(server.url))
             body = {
                 "config_dict": self._config,
-                "serialized_named_tensors": [handle] * server.info().tp_size,
+                "serialized_named_tensors": [handle] * self._tp_sizes[server],
                 "load_format": "flattened_bucket",
                 "expected_checksums": sums,
             }
@@ -251,6 +247,7 @@ class AdapterSync(WeightSync):
     def _check(self, server: AdapterServer) -> None:
         """Raises UserError for a server that would not serve this adapter on the model's own weights."""
         told = server.get("/server_info")
+        self._tp_sizes[server] = int(told.get("tp_size") or 1)
         why = self._unfit(told)
         if why is not None:
             raise UserError(
@@ -276,8 +273,6 @@ class AdapterSync(WeightSync):
             return f"keeps {kept} adapter (--max-loaded-loras), and during an update there are two"
         if int(told.get("dp_size") or 1) > 1:
             return f"has --dp-size {told['dp_size']}, with which SGLang loads no adapter"
-        if told.get("lora_use_virtual_experts") and self._has_experts:
-            return "was started with --lora-use-virtual-experts, which takes factors of gate_proj for up_proj"
         targets = told.get("lora_target_modules")
         if isinstance(targets, list) and not {"all", *MERGED} & set(targets):
             missing = [name for name in self._targets if name not in targets]
