@@ -9,9 +9,8 @@ from support.models.families import published, write_config
 
 from isoloss.engine import RLConfig, train_rl, train_sft
 from isoloss.engine.config import rules
-from isoloss.engine.config.data_config import DataConfig
 from isoloss.engine.config.schema import Config, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
-from isoloss.engine.rl.config import RolloutConfig
+from isoloss.engine.rl.config import RLConfig, RLDataConfig, RolloutConfig
 from isoloss.models.families import qwen3, qwen3_moe
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.lora.config import LoraConfig
@@ -156,7 +155,7 @@ def test_what_sglang_would_not_serve_is_refused(family, lora, says, tmp_path):
     """It would skip what it does not read, and answer by the rest. The same adapter is trained without its servers."""
     arch = read_architecture(write_config(tmp_path / "model", published(family)))
     rollout = RolloutConfig(backend="sglang", servers=("http://127.0.0.1:9",))
-    config = RLConfig(ModelConfig("x"), lora=LoraConfig(rank=2, **lora), data=DataConfig(max_length=8), rollout=rollout)
+    config = RLConfig(ModelConfig("x"), lora=LoraConfig(rank=2, **lora), data=RLDataConfig(max_length=8), rollout=rollout)
     rules.check(dataclasses.replace(config, rollout=RolloutConfig()), arch, Layout())
     if says is None:
         return rules.check(config, arch, Layout())
