@@ -214,12 +214,17 @@ class Model:
             yield owned.weight.name, whole
 
     def hf_tensors(
-        self, dtype: torch.dtype, arch: Architecture | None = None, own_dtypes: Mapping[str, torch.dtype] = {}
+        self,
+        dtype: torch.dtype,
+        arch: Architecture | None = None,
+        own_dtypes: Mapping[str, torch.dtype] = {},
+        of: Callable[[Tensor], Tensor] = lambda p: p.data,
     ) -> Iterator[tuple[str, Tensor, bool]]:
         """Yield Hugging Face names and tensors of this rank, and True where this rank of all is to write the tensor.
 
         arch: architecture that names the tensors; default the one of the files that the model came from.
         own_dtypes: types by name of tensors whose type is not `dtype`.
+        of: function that picks the tensor of a parameter.
 
         Tensors are on the model's device and may be the parameters themselves. One weight is in memory at a time, or
         where a tensor holds all experts, one layer's. What is not trained stays fp32. Collective over tp, etp and ep.
@@ -227,7 +232,7 @@ class Model:
         ep = self.mesh.ep
         named = {weight.name: weight for weight in weight_map(arch or self.arch)}
         rows: dict[str, list[Tensor]] = {}
-        for owned, whole in self.whole_tensors():
+        for owned, whole in self.whole_tensors(of):
             weight = named[owned.weight.name]
             for part, tensor in zip(weight.parts, weight.mapping.split(whole)):
                 tensor = tensor.to(own_dtypes.get(part.tensor, dtype if weight.trained else torch.float32))
@@ -243,11 +248,16 @@ class Model:
                     yield part.tensor, all_experts, mine and ep.rank() == 0
 
     def weight_stream(
-        self, bucket_bytes: int, receives: Receives, dtype: torch.dtype | None = None
+        self,
+        bucket_bytes: int,
+        receives: Receives,
+        dtype: torch.dtype | None = None,
+        of: Callable[[Tensor], Tensor] = lambda p: p.data,
     ) -> Iterator[list[Named]]:
         """Every weight, whole, under its Hugging Face name, in buckets, on the ranks that `receives` names.
 
         dtype: default the model's own.
+        of: function that picks the tensor of a parameter.
         Collective over the world: every rank exhausts the iterator.
         """
-        return stream_weights(self.hf_tensors(dtype or self.dtype), self.device, bucket_bytes, receives)
+        return stream_weights(self.hf_tensors(dtype or self.dtype, of=of), self.device, bucket_bytes, receives)

@@ -159,9 +159,7 @@ def compose_config(
     """Compose a configuration. Return it, checked, with its plain values and the preset's name. Raises UserError."""
     values, preset, files = compose_values(recipe, config_class, overrides)
     try:
-        config = build(config_class, values)
-        config.refuse_adapter()
-        return config, values, preset
+        return build(config_class, values), values, preset
     except UserError as error:
         raise UserError(f"{error}{files.place(str(error), overrides)}") from None
 

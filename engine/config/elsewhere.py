@@ -28,6 +28,9 @@ NAMES = {
     "memory.offload_optimizer": "optimizer_cpu_offload optimizer_offload",
     "train.steps": "train_iters",
     "train.precision": "fp16 dtype torch_dtype",
+    "lora.rank": "lora_r lora_rank",
+    "lora.alpha": "lora_alpha",
+    "lora.targets": "lora_target_modules target_modules",
     "output_dir": "save_dir default_local_dir",
     "rollout.backend": "use_vllm",
     "algorithm.loss": "loss_type",
@@ -36,10 +39,8 @@ NAMES = {
 KEYS_BY_NAME = {name: key for key, names in NAMES.items() for name in names.split()}
 # Explanation by a word of a name that has no key.
 WITHOUT_A_KEY = {
-    **dict.fromkeys(
-        ("qlora", "peft", "adapter"),
-        "runs and commands train no adapters, but isoloss.engine.Engine does (docs/lora.md)",
-    ),
+    **dict.fromkeys(("peft", "adapter"), "lora.rank above 0 trains an adapter (docs/lora.md)"),
+    "qlora": "lora.rank above 0 trains an adapter, of a model whose weights stay in train.precision (docs/lora.md)",
     **dict.fromkeys(
         ("logger", "wandb", "mlflow", "swanlab", "trackio", "tensorboard", "report_to", "logging_dir"),
         "every run writes metrics.jsonl and files of TensorBoard into output_dir, and there are no other loggers",

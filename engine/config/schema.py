@@ -201,8 +201,8 @@ class Config:
             raise UserError(f"{path}: {' '.join(str(error).split())}") from None
 
     def refuse_adapter(self) -> None:
-        """Raise UserError where lora.rank asks for an adapter: recipes and commands do not train adapters."""
-        hint = "is for isoloss.engine.Engine alone (docs/lora.md): runs and commands train no adapters; leave it at 0"
+        """Raise UserError where lora.rank asks for an adapter, of which a command knows nothing."""
+        hint = "is for runs: this command knows no adapters (docs/lora.md); leave it at 0"
         require(self.lora.rank == 0, "lora.rank", self.lora.rank, hint)
 
     def accumulates_in_products(self, *, on_gpu: bool) -> bool:
@@ -273,4 +273,5 @@ class Config:
             "parallel.distributed_optimizer": self.distributed_optimizer,
             "train.seed": self.train.seed,
             "batch.global_size": self.batch.global_size,
+            **self.lora.resume_fingerprint(),
         }

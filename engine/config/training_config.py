@@ -226,4 +226,8 @@ class CheckpointConfig(Keys, group="checkpoint"):
         "that copy takes as much memory as what a rank writes.",
     )
     resume: bool = key(False, "Continue after the newest whole checkpoint of output_dir, on any layout.")
-    export_hf: bool = key(True, "Write a Hugging Face folder, hf, into output_dir at the end.")
+    export_hf: bool = key(
+        True,
+        "Write a Hugging Face folder, hf, into output_dir at the end; with lora.rank PEFT's folder of the adapter, "
+        "adapter.",
+    )

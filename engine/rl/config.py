@@ -347,6 +347,13 @@ class RLConfig(Config):
             f"{algorithm.old_logprobs} the loss {algorithm.loss} would take them for the policy's own: set "
             "algorithm.importance=token",
         )
+        require(
+            self.rollout.backend != "transformers" or self.lora.rank == 0 or self.train.precision != "bf16",
+            "rollout.backend",
+            self.rollout.backend,
+            "generates by merged weights, and bf16 rounds most of what an adapter (lora.rank) adds to them away: set "
+            "rollout.backend=megatron or sglang",
+        )
         only = loss_of(self.algorithm.loss).aggregation
         require(
             only in (None, self.loss.aggregation),

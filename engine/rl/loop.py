@@ -18,7 +18,7 @@ from isoloss.engine.rl.experience import Models, RolloutBatch, minibatches, with
 from isoloss.engine.rl.group_sampling import SampledGroups, sample_groups
 from isoloss.engine.rl.health import watched
 from isoloss.engine.rl.losses import policy_loss
-from isoloss.engine.rl.reference import Reference, fingerprint
+from isoloss.engine.rl.reference import Reference, fingerprints
 from isoloss.engine.rl.report import (
     RolloutLog,
     banner,
@@ -73,7 +73,7 @@ def train_rl(
         policy = session.open_engine()
         reference = None
         if config.algorithm.uses_reference:
-            session.pin(fingerprint(session.source))
+            session.pin(*fingerprints(session.source, config.lora))
             reference = Reference(policy, offload=config.algorithm.reference_offload)
         critic = Critic(config, policy) if config.algorithm.uses_critic else None
         folder = session.open_folder()

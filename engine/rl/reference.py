@@ -1,4 +1,7 @@
-"""Compute log-probabilities of the initial policy, in the layout of the policy and without a second model."""
+"""Compute log-probabilities of the initial policy, in the layout of the policy and without a second model.
+
+Where an adapter is trained the initial policy is the same frozen model with the adapter that training began with.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,13 +12,15 @@ from isoloss.engine.batching.sample import Sample
 from isoloss.engine.memory.offload import Offloader, pinned_like
 from isoloss.engine.run.folder import Fingerprint
 from isoloss.engine.step.engine import Engine
-from isoloss.engine.step.model_source import ModelSource, digest
+from isoloss.engine.step.model_source import ModelSource, digest, digest_of
+from isoloss.models.lora.config import LoraConfig
+from isoloss.models.lora.factors import adapter_map
 
 PIECE = 1 << 26  # bytes; the copies of two pieces overlap
 
 
 class Reference:
-    """A copy of the engine's present weights, to compute log-probabilities with later.
+    """A copy of the weights that the engine trains, as they are now, to compute log-probabilities with later.
 
     offload: storage in pinned host memory, allocated once; otherwise on the device. Either way the copy changes places
     with the policy's weights for a pass, piece by piece: the device never holds more than two pieces in addition to the
@@ -24,7 +29,7 @@ class Reference:
 
     def __init__(self, engine: Engine, *, offload: bool):
         self._engine = engine
-        self._live = [tensor.data for tensor in engine.model.tensors() if tensor.is_floating_point()]
+        self._live = [tensor.data for tensor in engine.trained.tensors() if tensor.is_floating_point()]
         self._kept = pinned_like(self._live) if offload else [torch.empty_like(tensor) for tensor in self._live]
         for kept, live in zip(self._kept, self._live):
             kept.copy_(live)
@@ -69,6 +74,12 @@ class Reference:
             yield from zip(*bytes_)
 
 
-def fingerprint(source: ModelSource) -> Fingerprint:
-    """Return a fingerprint of the weights in model.path. Collective as `digest`."""
-    return Fingerprint("the reference (the weights of model.path)", digest(source), "a file of model.path")
+def fingerprints(source: ModelSource, lora: LoraConfig) -> list[Fingerprint]:
+    """Return fingerprints of the weights in model.path and of the adapter that training begins with. Collective as
+    `digest`."""
+    model = Fingerprint("the reference (the weights of model.path)", digest(source), "a file of model.path")
+    if lora.rank == 0:
+        return [model]
+    factors = [factor for pair in adapter_map(source.arch, lora) for factor in (pair.a, pair.b)]
+    adapter = digest_of(factors, source.factors)
+    return [model, Fingerprint("the reference's adapter", adapter, "lora.init, lora.seed or train.seed")]

@@ -202,4 +202,4 @@ def summary(result: RunResult) -> list[str]:
             f"eval: reward {last['reward_mean']:.3f} (before training {first['reward_mean']:.3f}), pass@1 "
             f"{last['pass@1']:.3f} (before {first['pass@1']:.3f})"
         )
-    return [*lines, *result.idle, result.closing_line("completions", "rollouts.jsonl")]
+    return [*lines, *result.idle, *result.adapter_lines(), result.closing_line("completions", "rollouts.jsonl")]

@@ -190,12 +190,12 @@ def step_folder(output_dir: Path, step: int) -> Path:
     return output_dir / "checkpoints" / checkpoint.STEP_FOLDER.format(step)
 
 
-def replace_export(output_dir: Path, export: Callable[[Path], None]) -> Path:
-    """Write a Hugging Face folder by `export` and rename it to output_dir/hf, replacing an earlier one. Return it.
+def replace_export(output_dir: Path, name: str, export: Callable[[Path], None]) -> Path:
+    """Write a folder by `export` and rename it to output_dir/name, replacing an earlier one. Return it.
 
     Collective over the world: `export` and two barriers.
     """
-    folder, unfinished = output_dir / "hf", output_dir / ".hf.partial"
+    folder, unfinished = output_dir / name, output_dir / f".{name}.partial"
     if is_main():
         shutil.rmtree(unfinished, ignore_errors=True)
     dist.barrier()

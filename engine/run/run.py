@@ -39,6 +39,9 @@ from isoloss.engine.run.spikes import BadStepGuard
 from isoloss.engine.step.engine import Engine, Limits, OptimResult
 from isoloss.engine.step.forward_backward import StepMetrics
 from isoloss.engine.step.optimizer import learning_rate
+from isoloss.models.architecture import Architecture
+from isoloss.models.lora.config import LoraConfig
+from isoloss.models.lora.factors import num_factors
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.weights.weight_map import num_parameters
 from isoloss.parallel import PreemptedError
@@ -219,10 +222,9 @@ class Run:
         self._saver.wait(last=True)
         folder = step_folder(self.output_dir, self.done)
         with watchdog.patient():
-            wanted = self._config.checkpoint.export_hf
-            export = replace_export(self.output_dir, self._engine.export_hf) if wanted else None
+            exported = self._export() if self._config.checkpoint.export_hf else {}
         evals, idle = (self._first_eval, self._last_eval), self._health.summary()
-        return RunResult(self.output_dir, folder, export, *evals, idle, stopped=self._stopped)
+        return RunResult(self.output_dir, folder, *evals, idle, stopped=self._stopped, **exported)
 
     def print(self, lines: Sequence[str]) -> None:
         """Print lines on rank 0."""
@@ -245,6 +247,7 @@ class Run:
         lines = [
             f"device: {device.describe(dist.get_world_size())}, {config.train.precision}",
             f"model: {source}, {num_parameters(model.arch):,} parameters{weights}, layers of {layers}",
+            *adapter_lines(config.lora, model.arch),
             *([slow] if slow else []),
             *data,
             f"run: {self.total_steps} {work}, layout {model.mesh.layout}{stages} on {dist.get_world_size()} rank(s), "
@@ -255,6 +258,13 @@ class Run:
         done = f"resumed after step {self.done}" if self.done else f"no checkpoint in {self.output_dir}: a new run"
         left = "" if self.done < self.total_steps else f": nothing left of train.steps={self.total_steps}"
         return [*lines, done + left, *self._changed]
+
+    def _export(self) -> dict[str, Path]:
+        """Write what was trained, and return its folder by its name in `RunResult`. Collective over the world."""
+        if self._config.lora.rank > 0:
+            base = self._engine.source.path
+            return {"adapter": replace_export(self.output_dir, "adapter", self._engine.export_adapter), "base": base}
+        return {"export": replace_export(self.output_dir, "hf", self._engine.export_hf)}
 
     def _load_newest(self) -> dict[str, Any] | None:
         """Load the newest undamaged checkpoint, and return its state. Damaged newer ones are reported and renamed, so
@@ -293,3 +303,15 @@ class Run:
 
     def _same_eval(self, before: Mapping[str, Any]) -> bool:
         return list(before.get("files", ())) == list(self._config.data.eval)
+
+
+def adapter_lines(lora: LoraConfig, arch: Architecture) -> list[str]:
+    """Return a line about the adapter that is trained; none without one."""
+    if lora.rank == 0:
+        return []
+    numbers, expert_rank = num_factors(arch, lora), lora.rank_of(expert=True)
+    experts = f" ({expert_rank} for experts)" if expert_rank != lora.rank else ""
+    return [
+        f"adapter: rank {lora.rank}{experts}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}: {numbers:,} "
+        f"parameters are trained, {numbers / num_parameters(arch):.2%} of the model's"
+    ]

@@ -116,7 +116,6 @@ class Session(contextlib.ExitStack, Generic[ConfigT, DataT]):
     ):
         super().__init__()
         device.check_fallback(config.train.device)
-        config.refuse_adapter()
         check(config)
         self.source = resolve(config)
         check_folder(config, run_name, self.source.arch)

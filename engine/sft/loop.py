@@ -212,4 +212,4 @@ def summary(result: RunResult, unigram: float | None) -> list[str]:
             f"eval loss {last:.3f} nats/token (before training {first:.3f}); unigram baseline {unigram:.3f}; "
             f"{'better' if last <= unigram else 'worse than a unigram model'} by {abs(unigram - last):.3f}"
         )
-    return [*lines, *result.idle, result.closing_line("metrics", "metrics.jsonl")]
+    return [*lines, *result.idle, *result.adapter_lines(), result.closing_line("metrics", "metrics.jsonl")]

@@ -309,11 +309,13 @@ class Engine:
     def weight_stream(self, bucket_bytes: int, receives: Receives) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield every weight, whole, under its Hugging Face name, in buckets, on the ranks that `receives` names.
 
-        In the precision of training. Collective over the world: every rank exhausts the iterator.
+        In the precision of training, an adapter merged into its weights. Collective over the world: every rank exhausts
+        the iterator.
         """
-        self._refuse_adapter("weight_stream() sends the model's own weights")
         self._whole_weights()
-        yield from self.model.weight_stream(bucket_bytes, receives)
+        adapter = self.trained.adapter
+        merged = {} if adapter is None else {"of": adapter.merged}
+        yield from self.model.weight_stream(bucket_bytes, receives, **merged)
 
     def adapter_stream(self, bucket_bytes: int, receives: Receives) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield every factor of the adapter, whole, under PEFT's name without its prefix, as `weight_stream` yields
@@ -356,7 +358,11 @@ class Engine:
     def export_hf(self, folder: str | Path) -> None:
         """Write a Hugging Face folder that transformers and every server load; of a multimodal model, its text model.
         Collective over the world."""
-        self._refuse_adapter("export_hf() writes the model's own weights")
+        if self.trained.adapter is not None:
+            raise UserError(
+                f"lora.rank={self.config.lora.rank}: export_hf() writes no adapter; write it by export_adapter(), and "
+                "merge it with isoloss-convert merge"
+            )
         self._whole_weights()
         checkpoint.export_hf(Path(folder), self.model, self.source.own_dtypes)
         if dist.get_rank() == 0:
@@ -444,13 +450,6 @@ class Engine:
             return self.model
         adapter.base = adapter.base or digest(self.source)
         return adapter
-
-    def _refuse_adapter(self, why: str) -> None:
-        if self.trained.adapter is not None:
-            raise UserError(
-                f"lora.rank={self.config.lora.rank}: {why}, without the adapter: take the factors of weights() or of "
-                "trained.adapter.whole_tensors()"
-            )
 
     def _come_back(self) -> None:
         self._weights.onload()

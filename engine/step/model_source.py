@@ -3,7 +3,7 @@
 import hashlib
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
@@ -18,6 +18,7 @@ from isoloss.engine.config.schema import Config
 from isoloss.engine.memory import preflight
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder, read_architecture
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.lora.initial import InitialFactors
 from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
@@ -85,12 +86,17 @@ def resolve(config: Config) -> ModelSource:
 
 
 def digest(source: ModelSource) -> str:
-    """Return a digest of the weights in model.path, however its files divide them: of the CRC-32 of every tensor.
+    """Return a digest of the weights in model.path, as `digest_of`: the weights are read once more."""
+    return digest_of(weight_map(source.arch), source.weights)
 
-    The weights are read once more, one at a time, and the ranks share the work. One all-gather over the world.
+
+def digest_of(weights: Sequence[Weight], source: WeightSource) -> str:
+    """Return a digest of weights, however their files divide them: of the CRC-32 of every tensor.
+
+    The weights are read one at a time, and the ranks share the work. One all-gather over the world.
     """
-    weights = weight_map(source.arch)[dist.get_rank() :: dist.get_world_size()]
-    mine = [(weight.name, _crc32(source.weights.whole(weight))) for weight in weights]
+    share = weights[dist.get_rank() :: dist.get_world_size()]
+    mine = [(weight.name, _crc32(source.whole(weight))) for weight in share]
     checksums = sorted(chain.from_iterable(gather_objects(mine)))
     return hashlib.sha256(repr(checksums).encode()).hexdigest()[:16]
 

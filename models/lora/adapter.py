@@ -76,6 +76,7 @@ class Adapter:
             tensor.requires_grad_(False)
         self._of_weight = {factors.base.name: factors for factors in adapter_map(model.arch, lora)}
         self.layers: list[tuple[Any, LayerAdapter]] = []
+        self._layer_of: dict[int, LayerAdapter] = {}  # by the identity of the weight
         modules = model.modules
         owners = {id(module._parameters.get("weight")): module for chunk in modules for module in chunk.modules()}
         chunk_of = {id(parameter): index for index, chunk in enumerate(modules) for parameter in chunk.parameters()}
@@ -100,7 +101,9 @@ class Adapter:
         _mark(b, base, dim=0 if split_b else None)
         for factor, described in ((a, factors.a), (b, factors.b)):
             chunk.add(LocalWeight(described, factor, base.tp, replica=False, first=base.first))
-        self.layers.append((module, LayerAdapter(factors, a, b, part_O)))
+        layer = LayerAdapter(factors, a, b, part_O)
+        self.layers.append((module, layer))
+        self._layer_of[id(weight)] = layer
 
     # ---- what a checkpoint asks of it, as of a `Model` ---------------------------------------------------------------
 
@@ -146,6 +149,15 @@ class Adapter:
             yield
         finally:
             self.activate()
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """Return this rank's shard of a weight of the model with what the adapter adds, summed in fp64; the weight
+        itself where nothing adapts it. Enters no collective."""
+        layer = self._layer_of.get(id(weight))
+        if layer is None:
+            return weight.data
+        return (weight.double() + layer.product()).to(weight.dtype)
 
     def owned(self) -> list[LocalWeight]:
         """Every parameter of this rank that is trained, in the order of the model."""

@@ -41,6 +41,14 @@ class LoraConfig(Keys, group="lora"):
                     value is None, f"lora.{name}", value, "is for adapters: set lora.rank, as to 16, or leave it out"
                 )
 
+    def resume_fingerprint(self) -> dict[str, object]:
+        """Return the values that a resumed run must not change, by key, as plain values; none without an adapter."""
+        fixed = {
+            "rank": self.rank, "alpha": self.alpha, "scaling": self.scaling, "targets": list(self.targets),
+            "expert_rank": self.expert_rank,
+        }  # fmt: skip
+        return {f"lora.{name}": value for name, value in fixed.items()} if self.rank > 0 else {}
+
     def rank_of(self, *, expert: bool) -> int:
         """Return the rank of an adapter. expert: whether a router chooses what it is part of."""
         return self.expert_rank if expert and self.expert_rank is not None else self.rank

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -105,6 +106,11 @@ def adapter_map(arch: Architecture, lora: LoraConfig) -> tuple[Factors, ...]:
     others.
     """
     return tuple(_factors(weight, lora) for weight in adapted_weights(arch, lora.targets))
+
+
+def num_factors(arch: Architecture, lora: LoraConfig) -> int:
+    """Return the number of numbers in an adapter of the whole model."""
+    return sum(prod(factor.shape) for factors in adapter_map(arch, lora) for factor in (factors.a, factors.b))
 
 
 def adapted_weights(arch: Architecture, targets: Sequence[str]) -> tuple[Weight, ...]:

@@ -133,6 +133,10 @@ class LayerAdapter:
         for rows, columns in self._runs:
             add_product(out_RO[:, rows], low[:, columns], b[rows].T)
 
+    def product(self) -> Tensor:
+        """Return what the adapter adds to this rank's weight, [O, I] fp64."""
+        return self._spread(self.b).double() @ self.a.double() * self.factors.scale
+
     def back(self, grad_RO: Tensor, b: Tensor) -> Tensor:
         """Return the gradient of `low`, [R, P*r]."""
         if len(self._runs) > self._parts:

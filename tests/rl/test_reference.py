@@ -13,6 +13,7 @@ from support.plans import dry_runs
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import BatchConfig, Config, ModelConfig, OptimConfig, TrainConfig
 from isoloss.engine.memory.offload import ALIGNMENT, CHUNK, pinned_like
+from isoloss.models.lora.config import LoraConfig
 from isoloss.parallel import Layout
 from isoloss.tools.prove.parity import freeze
 from isoloss.tools.prove.proof import on_layout
@@ -20,7 +21,9 @@ from isoloss.tools.prove.proof import on_layout
 
 @pytest.mark.parametrize("piece", (1000, 1 << 26))  # of a tensor, and more than any
 @pytest.mark.parametrize("offload", (False, True))
-def test_it_says_what_the_policy_said_at_first(pool, tiny_hf, offload, piece):
+@pytest.mark.parametrize("rank", (0, 4))
+def test_it_says_what_the_policy_said_at_first(pool, tiny_hf, rank, offload, piece):
+    """To the last bit, also where the policy is an adapter."""
     tokens = torch.arange(1, 60) % VOCAB
     samples = freeze([Sample(tokens[:n], tokens[:n] > 3) for n in (9, 39)])
     plain = Config(
@@ -28,6 +31,7 @@ def test_it_says_what_the_policy_said_at_first(pool, tiny_hf, offload, piece):
         batch=BatchConfig(max_tokens=64),
         optim=OptimConfig(lr=1e-2),
         train=TrainConfig(),
+        lora=LoraConfig(rank=rank),
     )
     given = on_layout(plain, Layout.parse("tp2"), "bf16")
     assert pool.run(2, reference.passes, given, samples, offload, piece) == [(True, True, True)] * 2

@@ -19,6 +19,7 @@ from isoloss.recipes import launch
 FOUR_STEPS_A_BATCH = ("algorithm.minibatches=2", "algorithm.epochs=2", "train.steps=6")
 REFERENCE = ("algorithm.kl_coef=0.1",)
 CRITIC = ("algorithm.advantage=gae", "algorithm.critic_lr=1e-2", "algorithm.gae_lambda=0.9")
+ADAPTER, MEGATRON = ("lora.rank=4", "optim.lr=3e-2"), ("rollout.backend=megatron",)
 # Rewards of 0 and 1 for two completions: about half of the groups are dropped.
 DYNAMIC = ("algorithm.dynamic_sampling=true", "rollout.num_generations=2", "reward.function={inputs}/rewards.py:coin")
 # (name, overrides, checkpoint.every, step after which the run is killed). Five prompts, two in a batch: the second
@@ -32,6 +33,8 @@ CASES = (
     ("old log-probabilities of the rollout", ("algorithm.old_logprobs=rollout", *FOUR_STEPS_A_BATCH), 3, 5),
     ("dynamic sampling", (*DYNAMIC, "algorithm.minibatches=2", "train.steps=6"), 3, 5),
     ("critic", (*CRITIC, *FOUR_STEPS_A_BATCH), 3, 5),
+    ("adapter", (*ADAPTER, *REFERENCE, *FOUR_STEPS_A_BATCH), 3, 5),
+    ("adapters of policy and critic, in process", (*ADAPTER, *CRITIC, *MEGATRON, *FOUR_STEPS_A_BATCH), 3, 5),
     ("evaluations", (*FOUR_STEPS_A_BATCH, "data.eval={inputs}/prompts.jsonl", "train.eval_every=3"), 3, 5),
 )
 EVERYTHING = (*CRITIC, *REFERENCE, *DYNAMIC, *FOUR_STEPS_A_BATCH, "rollout.temperature=0.7")

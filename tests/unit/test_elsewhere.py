@@ -52,9 +52,10 @@ def test_no_key_of_ours_is_taken_for_one_of_another_trainer():
         ("optim.lrr", "did you mean 'optim.lr'?"),
         ("optim.cliip", "did you mean 'optim.clip'?"),  # a group of verl's too, in which any name is explained
         ("checkpoint.evry", "did you mean 'checkpoint.every'?"),
-        ("actor_rollout_ref.model.lora_rank", "no recipe trains adapters (LoRA), only isoloss.engine.Engine does"),
+        ("actor_rollout_ref.model.lora_rank", "set lora.rank, lora.alpha and lora.targets (docs/lora.md)"),
         ("actor_rollout_ref.rollout.n", "did you mean 'rollout.num_generations'?"),
-        ("use_peft", "runs and commands train no adapters"),
+        ("use_peft", "lora.rank above 0 trains an adapter"),
+        ("lora_r", "did you mean 'lora.rank'?"),
         ("save_total_limit", "did you mean 'checkpoint.keep'?"),
         ("data.max_response_length", "did you mean 'rollout.max_new_tokens'?"),
         ("train.report_to", "there are no other loggers"),

@@ -7,7 +7,6 @@ import pytest
 import torch
 from support.models.families import published, write_config
 
-from isoloss.engine import RLConfig, train_rl, train_sft
 from isoloss.engine.config import rules
 from isoloss.engine.config.schema import Config, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
 from isoloss.engine.rl.config import RLConfig, RLDataConfig, RolloutConfig
@@ -17,7 +16,6 @@ from isoloss.models.lora.config import LoraConfig
 from isoloss.models.lora.factors import adapter_map
 from isoloss.models.lora.initial import InitialFactors
 from isoloss.parallel import Layout, UserError
-from isoloss.recipes.launch import compose_config
 
 DENSE = qwen3.architecture(published("qwen3", num_hidden_layers=1))
 SPARSE = qwen3_moe.architecture(published("qwen3-moe", num_hidden_layers=1))
@@ -119,16 +117,6 @@ def test_a_frozen_model_moves_no_selection_bias():
     config = Config(ModelConfig("x"), lora=LoraConfig(rank=2), moe=MoeConfig(bias_update_rate=1e-3))
     with pytest.raises(UserError, match=r"bias_update_rate=0.001 moves selection biases of the model, which is frozen"):
         rules.check(config, arch, Layout())
-
-
-@pytest.mark.parametrize("train", (train_sft, train_rl))
-def test_runs_and_commands_refuse_adapters(train):
-    """Before anything is read: a run that could not export what it learned would lose it."""
-    config = Config if train is train_sft else RLConfig
-    with pytest.raises(UserError, match=r"lora.rank=2 is for isoloss.engine.Engine alone"):
-        train(config(ModelConfig("nowhere"), lora=LoraConfig(rank=2)))
-    with pytest.raises(UserError, match=r"lora.rank=2 is for isoloss.engine.Engine alone"):
-        compose_config("sft", Config, ["lora.rank=2"])
 
 
 @pytest.mark.parametrize("key", ({"seed": 1}, {"expert_rank": 4}))

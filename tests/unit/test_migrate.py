@@ -376,7 +376,7 @@ def test_an_unknown_key_is_named_and_the_status_is_1(capsys):
         (["verl", "algorithm.adv_estimator=grpo", "distillation.enabled=True"], "isoloss has no distillation"),
         (
             ["verl", "algorithm.adv_estimator=grpo", "actor_rollout_ref.model.lora_rank=8"],
-            "LoRA), only isoloss.engine.Engine does; what is left is refused: rollout.num_generations=1",
+            "(docs/lora.md); what is left is refused: rollout.num_generations=1",
         ),
         (["trl", *TRL_SIZES, "reward_funcs=[a.b,c.d]", "reward_weights=[1]"], "one for each of the 2 reward_funcs"),
         (["slime", "--lr", "1e-6"], "--rollout-batch-size"),

@@ -104,7 +104,7 @@ def test_a_step_that_learns_nothing_is_told_when_it_is_logged_and_in_the_end(tmp
     [(3.0, "better by 0.500"), (3.5, "better by 0.000"), (6.233, "worse than a unigram model by 2.733")],
 )
 def test_the_summary_compares_with_a_unigram_model(last, says):
-    ended = RunResult(Path("out"), Path("out/c"), None, {"loss": 7.5}, {"loss": last}, ("warning: 2 of 3",))
+    ended = RunResult(Path("out"), Path("out/c"), {"loss": 7.5}, {"loss": last}, ("warning: 2 of 3",))
     first, *others, end = summary(ended, 3.5)
     assert first.endswith(f"unigram baseline 3.500; {says}") and others == ["warning: 2 of 3"]
     assert end.startswith("done: ")

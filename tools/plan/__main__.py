@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"--write {arguments.write} writes what --search found: add --search")
         _check_files(arguments)
         config, _, preset = compose_config(arguments.recipe, RECIPES[arguments.recipe].config, arguments.overrides)
+        config.refuse_adapter()
         if arguments.search:
             counting_process.start()
         from isoloss.tools.plan import plans  # its import takes seconds: help and a mistake do not wait for it

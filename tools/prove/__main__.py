@@ -78,11 +78,12 @@ def token_budgets(text: str) -> list[int]:
 
 def configuration(loss: str | None, overrides: Sequence[str]) -> Config:
     """Compose the configuration of the sft recipe; for a policy loss with the keys of reinforcement learning."""
-    if loss is None:
-        return compose_config("sft", Config, overrides)[0]
-    only = loss_of(loss).aggregation
+    only = loss_of(loss).aggregation if loss else None
+    policy = [f"algorithm.loss={loss}"] if loss else []
     fitting = [f"loss.aggregation={only}"] if only else []
-    return compose_config("sft", RLConfig, [f"algorithm.loss={loss}", *fitting, *overrides])[0]
+    config = compose_config("sft", RLConfig if loss else Config, [*policy, *fitting, *overrides])[0]
+    config.refuse_adapter()
+    return config
 
 
 if __name__ == "__main__":
