@@ -327,6 +327,9 @@ def adapters(setup: Setup) -> Refusals:
     rollout = getattr(config, "rollout", None)
     if rollout is not None and rollout.backend == "sglang":
         yield from served.refusals(setup.arch, lora)
+        if config.model.from_scratch:
+            why = "makes weights that no server has, and with an adapter (lora.rank) no weights are sent"
+            yield "model.from_scratch", why, "set it to false, or use rollout.backend=megatron"
 
 
 SUBJECTS = (

@@ -297,6 +297,28 @@ def test_a_server_that_is_killed_during_an_update(rollout, engine, request, unus
     assert worst(engine, 2, backend.generate(ASKED, Sampling(8))) <= PARITY
 
 
+@pytest.mark.parametrize("kind", ["double"])
+def test_an_adapter_that_changes_on_its_way_is_not_served(rollout, engine, request, unused_url, kind, monkeypatch):
+    """SGLang's scheduler ends at a wrong checksum; the server that is started again gets the adapter as it is."""
+    service = request.getfixturevalue(f"{kind}_with_adapters")
+    backend = rollout(servers=(unused_url,), server_command=service.command, timeout=200.0)
+    update(backend, engine, 1)
+    serialize = adapters.serialize
+
+    def changed(flat, **options) -> str:
+        flat.flat_bytes[-1] ^= 1
+        return serialize(flat, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(adapters, "serialize", changed)
+        with pytest.raises(UserError, match=f"{unused_url}{LOAD}"):
+            update(backend, engine, 2)
+    backend.check_health()
+    update(backend, engine, 2)
+    assert backend.weight_version() == 2
+    assert worst(engine, 2, backend.generate(ASKED, Sampling(8))) <= PARITY
+
+
 def test_a_server_that_lost_its_adapter_gets_the_present_one_first(rollout, engine, control, both_urls):
     """Its requests go to the other one meanwhile."""
     backend = rollout(servers=both_urls)

@@ -297,5 +297,7 @@ def test_options_that_a_server_needs_are_behind_its_command(command, tmp_path):
     )
     server.start()
     until(lambda: not server.running, "the command ends")
-    wanted = "serve 5 --enable-lora --max-lora-rank 4" if "{port}" in command else "serve --enable-lora --max-lora-rank 64"
+    wanted = (
+        "serve 5 --enable-lora --max-lora-rank 4" if "{port}" in command else "serve --enable-lora --max-lora-rank 64"
+    )
     assert wanted in server.log.read_text().splitlines()

@@ -125,25 +125,27 @@ def test_keys_without_a_rank(key):
         LoraConfig(**key)
 
 
-@pytest.mark.parametrize(
-    ("family", "lora", "says"),
-    [
-        ("qwen3", {}, None),
-        ("qwen3-moe", {"targets": ("attention",)}, None),
-        ("qwen3-moe", {}, r"lora\.targets=\['?all'?\] adapts experts.*set lora\.targets=\[attention\]"),
-        ("qwen3-moe", {"expert_rank": 4}, r"lora\.targets=.*set lora\.targets=\[attention\]"),  # a rank_pattern
-        ("glm-4.5", {"targets": ("mlp",)}, r"lora\.targets=.*set lora\.targets=\[attention\]"),
-        ("gpt-oss", {}, r"lora\.rank=2 trains an adapter of gpt_oss.*rollout\.backend=megatron"),
-        ("qwen3.5", {"targets": ("in_proj_b",)}, r"lora\.rank=2 trains an adapter of qwen3_5_text"),
-        ("deepseek-v3", {"targets": ("attention",)}, r"lora\.rank=2 trains an adapter of deepseek_v3"),
-    ],
-    ids=str,
-)
-def test_what_sglang_would_not_serve_is_refused(family, lora, says, tmp_path):
+SERVED_BY_SGLANG = {
+    "all of a dense model": ("qwen3", {}, None),
+    "attention of a sparse one": ("qwen3-moe", {"targets": ("attention",)}, None),
+    "experts": ("qwen3-moe", {}, r"lora\.targets=.* adapts experts.*set lora\.targets=\[attention\]"),
+    "a rank of experts": ("qwen3-moe", {"expert_rank": 4}, r"lora\.targets=.*set lora\.targets=\[attention\]"),
+    "shared experts": ("glm-4.5", {"targets": ("mlp",)}, r"lora\.targets=.*set lora\.targets=\[attention\]"),
+    "experts in one tensor": ("gpt-oss", {}, r"lora\.rank=2 trains an adapter of gpt_oss.*rollout\.backend=megatron"),
+    "Gated DeltaNet": ("qwen3.5", {"targets": ("in_proj_b",)}, r"lora\.rank=2 trains an adapter of qwen3_5_text"),
+    "latents": ("deepseek-v3", {"targets": ("attention",)}, r"lora\.rank=2 trains an adapter of deepseek_v3"),
+}
+
+
+@pytest.mark.parametrize("row", SERVED_BY_SGLANG)
+def test_what_sglang_would_not_serve_is_refused(row, tmp_path):
     """It would skip what it does not read, and answer by the rest. The same adapter is trained without its servers."""
+    family, lora, says = SERVED_BY_SGLANG[row]
     arch = read_architecture(write_config(tmp_path / "model", published(family)))
     rollout = RolloutConfig(backend="sglang", servers=("http://127.0.0.1:9",))
-    config = RLConfig(ModelConfig("x"), lora=LoraConfig(rank=2, **lora), data=RLDataConfig(max_length=8), rollout=rollout)
+    config = RLConfig(
+        ModelConfig("x"), lora=LoraConfig(rank=2, **lora), data=RLDataConfig(max_length=8), rollout=rollout
+    )
     rules.check(dataclasses.replace(config, rollout=RolloutConfig()), arch, Layout())
     if says is None:
         return rules.check(config, arch, Layout())

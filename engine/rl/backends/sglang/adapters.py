@@ -38,6 +38,7 @@ from isoloss.engine.rl.backends.sglang.weights import sync_folder
 from isoloss.engine.rl.config import RolloutConfig
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.models.architecture import Architecture
+from isoloss.models.families.registry import hf_folder
 from isoloss.models.lora.config import LoraConfig
 from isoloss.models.lora.peft_folder import CONFIG, TENSORS
 from isoloss.models.lora.served import served_config, served_shapes, target_names
@@ -304,6 +305,11 @@ def adapter_fleet(
 
     def sync(config: RolloutConfig, model: str | Path, group: dist.ProcessGroup) -> WeightSync:
         del group
+        if not any(hf_folder(model).glob("*.safetensors")):
+            raise UserError(
+                f"model.path={model} holds no model files that servers could read, and with an adapter (lora.rank) no "
+                "weights are sent to them; write such a folder with isoloss-convert mcore-to-hf and name that"
+            )
         folder = sync_folder(config) if config.weight_sync == "disk" else None
         return AdapterSync(arch, lora, str(model), adapters, folder)
 
