@@ -23,7 +23,7 @@ from support.servers.servers import requests
 from isoloss.engine.rl.backends.servers.backend import ServerBackend
 from isoloss.engine.rl.backends.servers.server import Refused
 from isoloss.engine.rl.backends.sglang import adapters
-from isoloss.engine.rl.backends.sglang.adapters import AdapterServer
+from isoloss.engine.rl.backends.sglang.adapter_server import AdapterServer
 from isoloss.engine.rl.trajectory import Sampling
 from isoloss.engine.step.engine import Engine
 from isoloss.models.lora.served import refusals

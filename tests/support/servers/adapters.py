@@ -6,7 +6,8 @@ from typing import Any
 
 from isoloss.engine.rl.backends.protocol import Bucket
 from isoloss.engine.rl.backends.servers.backend import ServerBackend
-from isoloss.engine.rl.backends.sglang.adapters import AdapterServer, adapter_fleet
+from isoloss.engine.rl.backends.sglang.adapter_server import AdapterServer
+from isoloss.engine.rl.backends.sglang.adapters import adapter_fleet
 from isoloss.engine.rl.config import RolloutConfig
 from isoloss.engine.rl.trajectory import Completion, Sampling
 from isoloss.engine.step.engine import Engine
