@@ -132,7 +132,7 @@ SERVED_BY_SGLANG = {
     "a rank of experts": ("qwen3-moe", {"expert_rank": 4}, r"lora\.targets=.*set lora\.targets=\[attention\]"),
     "shared experts": ("glm-4.5", {"targets": ("mlp",)}, r"lora\.targets=.*set lora\.targets=\[attention\]"),
     "experts in one tensor": ("gpt-oss", {}, r"lora\.rank=2 trains an adapter of gpt_oss.*rollout\.backend=megatron"),
-    "Gated DeltaNet": ("qwen3.5", {"targets": ("in_proj_b",)}, r"lora\.rank=2 trains an adapter of qwen3_5_text"),
+    "Gated DeltaNet": ("qwen3.5", {}, r"lora\.rank=2 trains an adapter of qwen3_5_text"),
     "latents": ("deepseek-v3", {"targets": ("attention",)}, r"lora\.rank=2 trains an adapter of deepseek_v3"),
 }
 
