@@ -191,7 +191,10 @@ class ServerBackend(RolloutBackend):
         self.sleep(["kv_cache"])  # a server that has just come up has all of its memory
         self.wake(["weights"])
         if self.takes_adapter and self._paused:
-            raise ValueError("update_weights() between pause() and resume(): paused servers load no adapter")
+            raise ValueError(
+                "update_weights() between pause() and resume(): the adapter of paused requests could not be unloaded, and "
+                "the next one would wait for that; resume() first"
+            )
         if not self.takes_adapter:
             on_all(self._servers, lambda server: server.pause())
             on_all(self._servers, lambda server: server.flush_cache())
