@@ -192,8 +192,8 @@ class ServerBackend(RolloutBackend):
         self.wake(["weights"])
         if self.takes_adapter and self._paused:
             raise ValueError(
-                "update_weights() between pause() and resume(): the adapter of paused requests could not be unloaded, and "
-                "the next one would wait for that; resume() first"
+                "update_weights() between pause() and resume(): the adapter of paused requests could not be unloaded, "
+                "and the next one would wait for that; resume() first"
             )
         if not self.takes_adapter:
             on_all(self._servers, lambda server: server.pause())
