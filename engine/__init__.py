@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from isoloss.engine.step.forward_backward import StepMetrics
     from isoloss.engine.step.losses import Loss, Term, TokenInputs, negative_log_likelihood, target_logprobs
     from isoloss.engine.step.optimizer import learning_rate
+    from isoloss.engine.step.together import forward_backward_together
 
 __all__ = [
     "AlgorithmConfig",
@@ -71,6 +72,7 @@ __all__ = [
     "TrainConfig",
     "UserError",
     "draw_indices",
+    "forward_backward_together",
     "learning_rate",
     "load_dataset",
     "load_prompts",
@@ -105,6 +107,7 @@ _MODULES = {
     "step.forward_backward": "StepMetrics",
     "step.losses": "Loss Term TokenInputs negative_log_likelihood target_logprobs",
     "step.optimizer": "learning_rate",
+    "step.together": "forward_backward_together",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -25,6 +25,11 @@ from isoloss.parallel.loss_head import LossHeadOptions, softcapped, unrounded_lo
 from isoloss.parallel.ops.prepacked import PackedMatrix
 
 
+def own_data(parameter: Tensor) -> Tensor:
+    """Return the values of a parameter."""
+    return parameter.data
+
+
 @dataclass(frozen=True)
 class LocalWeight:
     """A parameter (or buffer) of this rank and the weight that it is a TP shard of.
@@ -198,7 +203,7 @@ class Model:
             rest[place] = str(int(rest[place]) + first_expert)
         return ".".join([decoder, layers, str(layer), *rest])
 
-    def whole_tensors(self, of: Callable[[Tensor], Tensor] = lambda p: p.data) -> Iterator[tuple[LocalWeight, Tensor]]:
+    def whole_tensors(self, of: Callable[[Tensor], Tensor] = own_data) -> Iterator[tuple[LocalWeight, Tensor]]:
         """Every weight of this rank, whole, one at a time (`of` picks the tensor: the data, the gradient ...).
 
         That is every weight of its pipeline stage, and with ep > 1 its share of the experts. A copy of a tied embedding
@@ -218,7 +223,7 @@ class Model:
         dtype: torch.dtype,
         arch: Architecture | None = None,
         own_dtypes: Mapping[str, torch.dtype] = {},
-        of: Callable[[Tensor], Tensor] = lambda p: p.data,
+        of: Callable[[Tensor], Tensor] = own_data,
     ) -> Iterator[tuple[str, Tensor, bool]]:
         """Yield Hugging Face names and tensors of this rank, and True where this rank of all is to write the tensor.
 
@@ -252,7 +257,7 @@ class Model:
         bucket_bytes: int,
         receives: Receives,
         dtype: torch.dtype | None = None,
-        of: Callable[[Tensor], Tensor] = lambda p: p.data,
+        of: Callable[[Tensor], Tensor] = own_data,
     ) -> Iterator[list[Named]]:
         """Every weight, whole, under its Hugging Face name, in buckets, on the ranks that `receives` names.
 

@@ -15,7 +15,7 @@ class RunResult:
     checkpoint: folder of the last checkpoint.
     export: Hugging Face folder; None without checkpoint.export_hf, and where an adapter was trained.
     adapter: PEFT's folder of the adapter that was trained (lora.rank); None without checkpoint.export_hf.
-    base: folder of the model that the adapter is for.
+    base: folder or checkpoint of the model that training began with.
     first_eval, last_eval: metrics of the first and last evaluation; empty without data.eval.
     idle: lines about steps that learned nothing, on the rank that prints.
     stopped: whether a callback ended the run before its last step.

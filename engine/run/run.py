@@ -222,9 +222,20 @@ class Run:
         self._saver.wait(last=True)
         folder = step_folder(self.output_dir, self.done)
         with watchdog.patient():
-            exported = self._export() if self._config.checkpoint.export_hf else {}
-        evals, idle = (self._first_eval, self._last_eval), self._health.summary()
-        return RunResult(self.output_dir, folder, *evals, idle, stopped=self._stopped, **exported)
+            is_adapter = self._config.lora.rank > 0
+            kind = ("adapter", self._engine.export_adapter) if is_adapter else ("hf", self._engine.export_hf)
+            exported = replace_export(self.output_dir, *kind) if self._config.checkpoint.export_hf else None
+        return RunResult(
+            self.output_dir,
+            folder,
+            self._first_eval,
+            self._last_eval,
+            self._health.summary(),
+            stopped=self._stopped,
+            export=None if is_adapter else exported,
+            adapter=exported if is_adapter else None,
+            base=self._engine.source.path,
+        )
 
     def print(self, lines: Sequence[str]) -> None:
         """Print lines on rank 0."""
@@ -258,13 +269,6 @@ class Run:
         done = f"resumed after step {self.done}" if self.done else f"no checkpoint in {self.output_dir}: a new run"
         left = "" if self.done < self.total_steps else f": nothing left of train.steps={self.total_steps}"
         return [*lines, done + left, *self._changed]
-
-    def _export(self) -> dict[str, Path]:
-        """Write what was trained, and return its folder by its name in `RunResult`. Collective over the world."""
-        if self._config.lora.rank > 0:
-            base = self._engine.source.path
-            return {"adapter": replace_export(self.output_dir, "adapter", self._engine.export_adapter), "base": base}
-        return {"export": replace_export(self.output_dir, "hf", self._engine.export_hf)}
 
     def _load_newest(self) -> dict[str, Any] | None:
         """Load the newest undamaged checkpoint, and return its state. Damaged newer ones are reported and renamed, so

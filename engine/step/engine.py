@@ -1,6 +1,6 @@
 """Engine: forward_backward and optim_step, the two verbs at which SFT and RL meet."""
 
-import contextlib
+import copy
 import dataclasses
 import math
 import time
@@ -21,24 +21,27 @@ from isoloss.engine.checkpoint import checkpoint
 from isoloss.engine.checkpoint.adapter_folder import export_adapter
 from isoloss.engine.checkpoint.writer import HostCopies
 from isoloss.engine.config import rules
-from isoloss.engine.config.schema import Config
+from isoloss.engine.config.schema import Config, OptimConfig
 from isoloss.engine.instruments import startup
 from isoloss.engine.instruments.profiling import phase
 from isoloss.engine.memory.offload import Offloader
 from isoloss.engine.step import moe_balancing, replica_check
-from isoloss.engine.step.forward_backward import Head, StepMetrics, run_step, run_targets
+from isoloss.engine.step.forward_backward import Head, Pass, StepMetrics, run_steps, run_targets
 from isoloss.engine.step.losses import Loss, LossLike, Term, as_loss, negative_log_likelihood
-from isoloss.engine.step.model_source import ModelSource, digest, resolve
+from isoloss.engine.step.model_source import ModelSource, digest, factors_of, resolve
 from isoloss.engine.step.optimizer import Gather, Overlap, clip_gradients, global_grad_norm, set_hyperparameters
 from isoloss.engine.step.step_batch import StepBatch, prepare_step
+from isoloss.engine.step.together import run_calls
 from isoloss.engine.step.trained import Trained
 from isoloss.models.lora.adapter import Adapter
+from isoloss.models.lora.config import LoraConfig
+from isoloss.models.lora.frozen import FrozenModel
 from isoloss.models.mcore.build import accumulate_in_embedding, accumulate_in_products
 from isoloss.models.mcore.layer_config import BuildOptions
 from isoloss.models.mcore.layers.value_head import CriticWeights
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.mcore.weight_stream import Receives
-from isoloss.models.model import Model
+from isoloss.models.model import Model, own_data
 from isoloss.models.weights import manifest
 from isoloss.models.weights.hf_checkpoint import WeightSource
 from isoloss.parallel import Mesh, UserError
@@ -122,22 +125,41 @@ class Engine:
         if not on_gpu and config.lora.rank == 0:
             accumulate_in_embedding(model.modules)
         _load(model, weights)
-        adapter = None
-        if config.lora.rank > 0:
-            adapter = Adapter(model, config.lora)
-            adapter.load(self.source.factors)
-            adapter.activate()
-        self.trained = Trained(model, config, adapter)
+        self._frozen = FrozenModel(model) if config.lora.rank > 0 else None
+        self.trained = self._trained(model)
         # An adapter's model is frozen: nothing is wrapped around it.
-        self.model = model if adapter else dataclasses.replace(model, chunks=self.trained.chunks)
-        model_config = model.modules[0].config
-        model_config.no_sync_func = self._no_sync
+        self.model = model if self._frozen else dataclasses.replace(model, chunks=self.trained.chunks)
         # The schedule must not reduce: several forward_backward calls can precede one optim_step.
-        model_config.finalize_model_grads_func = None
+        model.modules[0].config.finalize_model_grads_func = None
         self.cost_model = CostModel.of(self.arch)
         self.load_balancing = moe_balancing.configured(config.moe, self.arch)
-        self._weights = Offloader(self.device, lambda: [*self.model.tensors(), *self.trained.tensors()])
+        self._weights = Offloader(self.device, self.model.tensors)
         self.zero_grad()
+
+    def adapter(self, lora: LoraConfig, optim: OptimConfig | None = None) -> "Engine":
+        """Return an engine that trains another adapter of this engine's model, with steps and checkpoints of its own.
+
+        The engines share the model, and calls may alternate: to the last bit each computes what it would alone.
+        `forward_backward_together` puts micro-batches of several into one schedule, and `offload_adapter` lets one wait
+        in host memory.
+
+        lora: keys of the new adapter.
+        optim: numbers of its optimizer; None: this engine's.
+        Raises UserError where this engine trains its model (lora.rank=0) or a critic's head, and as the constructor
+        does for the keys.
+        """
+        if self._frozen is None or self.arch.critic or lora.rank == 0:
+            raise UserError(
+                "adapter() shares a frozen model: make the engine with lora.rank above 0, not of a critic, and give "
+                "each adapter a rank"
+            )
+        other = copy.copy(self)
+        other.config = dataclasses.replace(self.config, lora=lora, optim=optim or self.config.optim)
+        rules.check(other.config, self.arch, self.mesh.layout)
+        other.source = dataclasses.replace(self.source, factors=factors_of(other.config, self.arch))
+        other.trained = other._trained(self.model)
+        other.zero_grad()
+        return other
 
     # ---- the two verbs ----------------------------------------------------------------------------------------------
 
@@ -236,7 +258,7 @@ class Engine:
         loss = as_loss(loss, self.config.loss)
         batch = self._prepare(samples, loss)
         with torch.no_grad():
-            return run_step(self.model, batch, loss, forward_only=True)
+            return run_steps(self.model, [Pass(batch, loss)], forward_only=True)[0]
 
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Tensor]:
         """Return log p(target | tokens before it) for every target of every sample: [T] fp64 each, 0 where mask_T is
@@ -314,8 +336,8 @@ class Engine:
         """
         self._whole_weights()
         adapter = self.trained.adapter
-        merged = {} if adapter is None else {"of": adapter.merged}
-        yield from self.model.weight_stream(bucket_bytes, receives, **merged)
+        of = adapter.merged if adapter else own_data
+        yield from self.model.weight_stream(bucket_bytes, receives, of=of)
 
     def adapter_stream(self, bucket_bytes: int, receives: Receives) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield every factor of the adapter, whole, under PEFT's name without its prefix, as `weight_stream` yields
@@ -395,7 +417,14 @@ class Engine:
         self.trained.memory.leave()
         self.gather.wait_for_launched()  # weights in pieces may leave, and be gathered when they are back
         if weights:
+            self.trained.weights.leave()
             self._weights.leave()
+
+    def offload_adapter(self) -> None:
+        """Give the memory of an adapter to others, with its gradients and optimizer state, and leave the model where it
+        is. Raises ValueError as `offload`."""
+        self.offload(weights=False)
+        self.trained.weights.leave()
 
     def return_to_device(self) -> None:
         """Take the memory back, where `offload` gave it away, with whole weights in it. Collective as `Gather`."""
@@ -448,20 +477,38 @@ class Engine:
         adapter = self.trained.adapter
         if adapter is None:
             return self.model
-        adapter.base = adapter.base or digest(self.source)
+        assert self._frozen is not None
+        self._frozen.digest = self._frozen.digest or digest(self.source)
         return adapter
+
+    def _trained(self, model: Model) -> Trained:
+        """Return the part of the model that is trained. Collective as Megatron's optimizer."""
+        adapter = None
+        if self._frozen is not None:
+            adapter = Adapter(self._frozen, self.config.lora)
+            adapter.load(self.source.factors)
+        return Trained(model, self.config, adapter)
+
+    def _activate(self) -> None:
+        """Let the model compute with what this engine trains."""
+        if self.trained.adapter is not None:
+            self.trained.adapter.activate()
 
     def _come_back(self) -> None:
         self._weights.onload()
+        self.trained.weights.onload()
         self.trained.memory.onload()
 
     def whole_model(self) -> Model:
-        """Return the model, once its weights are on the device and gathers in flight have arrived."""
+        """Return the model, once its weights are on the device and gathers in flight have arrived, with this engine's
+        adapter."""
         self._whole_weights()
+        self._activate()
         return self.model
 
     def _whole_weights(self) -> None:
         self._weights.onload()
+        self.trained.weights.onload()
         self.gather.wait()
 
     def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
@@ -470,6 +517,7 @@ class Engine:
                 "this Engine lost its process groups to a later one: with several ranks, a process has one at a time"
             )
         self._come_back()
+        self._activate()
         plan, samples = planned(samples, self.plan)
         batch = prepare_step(samples, loss, plan, self.mesh, self.device)
         self.gather.launch()  # after the counts: the host waits for those, and they take their turn in the same group
@@ -491,7 +539,11 @@ class Engine:
 
         dispatch_bound: bound of messages between experts.
         """
-        started, loss = time.perf_counter(), as_loss(loss, self.config.loss)
+        return run_calls([(self, samples, loss)], dispatch_bound)[0]
+
+    def new_pass(self, samples: Sequence[Sample], loss: LossLike) -> Pass:
+        """Return the pass of a call of `forward_backward`. Collective as `forward_backward` before the model's."""
+        loss = as_loss(loss, self.config.loss)
         self._check_call(loss)
         batch, router_losses = self._prepare(samples, loss), None
         if self.load_balancing is not None:
@@ -502,10 +554,7 @@ class Engine:
                     "trajectory as one sample, or set these keys to 0"
                 )
             router_losses = moe_balancing.start(self.load_balancing, batch.lengths, loss, self.device)
-        metrics = run_step(self.model, batch, loss, router_losses=router_losses, dispatch_bound=dispatch_bound)
-        self.trained.finite &= math.isfinite(metrics.loss)
-        self.trained.tokens += metrics.valid_tokens
-        return dataclasses.replace(metrics, seconds=time.perf_counter() - started)
+        return Pass(batch, loss, router_losses, self._activate)
 
     def _check_call(self, loss: Loss) -> None:
         """Raise ValueError where this call of `forward_backward` would make the gradient of the step wrong."""
@@ -522,13 +571,6 @@ class Engine:
                 "samples of the step in one call, or use the aggregation sum in every call"
             )
         self.trained.modes = before + modes
-
-    @contextlib.contextmanager
-    def _no_sync(self):
-        with contextlib.ExitStack() as stack:
-            for chunk in self.trained.chunks:
-                stack.enter_context(chunk.no_sync())
-            yield
 
 
 def _load(model: Model, weights: WeightSource) -> None:

@@ -19,7 +19,7 @@ from isoloss.engine.instruments import watchdog
 from isoloss.engine.instruments.profiling import Stopwatch, phase
 from isoloss.engine.step.losses import Fields, Loss, TokenInputs, one_per_target
 from isoloss.engine.step.moe_balancing import reduce_losses, routed_tokens
-from isoloss.engine.step.step_batch import StepBatch
+from isoloss.engine.step.step_batch import MicroBatches, StepBatch
 from isoloss.models.mcore.gpt import forward_row
 from isoloss.models.mcore.moe.dispatch import Bound
 from isoloss.models.mcore.moe.experts import RoutedRow
@@ -83,33 +83,77 @@ class StepMetrics:
     total_cost: float = 0.0
 
 
-def run_step(
-    model: Model,
-    batch: StepBatch,
-    loss: Loss,
-    *,
-    router_losses: RouterLosses | None = None,
-    dispatch_bound: float | None = None,
-    forward_only: bool = False,
-) -> StepMetrics:
-    """Run forward and backward of every micro-batch; gradients accumulate unreduced in the chunks' buffers.
+@dataclass(frozen=True)
+class Pass:
+    """A loss of a step's samples, for `run_steps`.
 
     router_losses: losses that the routers add (`moe_balancing.start`).
+    activate: function that lets the model compute with the adapter of this pass; called before each forward and each
+        backward of its micro-batches, as those of other passes may lie between.
+    """
+
+    batch: StepBatch
+    loss: Loss
+    router_losses: RouterLosses | None = None
+    activate: Callable[[], None] | None = None
+
+
+def run_steps(
+    model: Model, passes: Sequence[Pass], *, dispatch_bound: float | None = None, forward_only: bool = False
+) -> list[StepMetrics]:
+    """Run forward and backward of every micro-batch of all passes in one schedule; gradients accumulate unreduced in
+    the buffers of what is trained. Return the metrics of each pass; busy_seconds are those of the schedule.
+
     dispatch_bound: bound of messages between experts; the caller looks at `lost`.
     Raises CanaryError if the weights consumed by the loss head, or by the routers, are not those of the counts.
-    Collectives: the model's and the loss's; one all-gather over dp x context and one over pp of a few numbers, and a
-    pair of all-reduces with router losses or with outputs of the loss; with a bound, an all-reduce of one number over
-    tp.
+    Collectives: the model's and the losses'; for each pass one all-gather over dp x context and one over pp of a few
+    numbers, and a pair of all-reduces with router losses or with outputs of the loss; with a bound, an all-reduce of
+    one number over tp.
     """
     lost = None if dispatch_bound is None else torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
-    bound = partial(_bound, model.mesh, dispatch_bound, lost)
-    forward, of_loss, busy = partial(_forward, model, router_losses, bound), partial(_loss, model, loss), Stopwatch()
+    bound, busy = partial(_bound, model.mesh, dispatch_bound, lost), Stopwatch()
+    turns = [(each, index) for each in passes for index in range(len(each.batch.micro_batches))]
+
+    def micro_batch(index: int) -> tuple[Pass, PackedBatch]:
+        each, number = turns[index]
+        return each, each.batch.micro_batches[number]
+
+    def forward(chunk: nn.Module, turn: tuple[Pass, PackedBatch]) -> Tensor:
+        each, row = turn
+        if each.activate is None:
+            return _forward(model, each.router_losses, bound, chunk, row)
+        each.activate()
+        output = _forward(model, each.router_losses, bound, chunk, row)
+        if output.requires_grad:  # the backward may compute the layers again
+            output.register_hook(lambda _, activate=each.activate: activate())
+        return output
+
+    def of_loss(turn: tuple[Pass, PackedBatch], hidden: Tensor):
+        each, row = turn
+        return _loss(model, each.loss, row, hidden)
+
+    rows = [tokens for each in passes for tokens in each.batch.rows]
     returned = run_schedule(
-        model.mesh, model.chunks, batch.micro_batches, batch.rows, forward, of_loss, forward_only=forward_only
-    )
+        model.mesh, model.chunks, MicroBatches(len(turns), micro_batch), rows, forward, of_loss,
+        forward_only=forward_only,
+    )  # fmt: skip
     busy.stop()
     if lost is not None and model.mesh.tp.size() > 1:  # whose ranks have different tokens, and else the same numbers
         dist.all_reduce(lost, dist.ReduceOp.MAX, group=model.mesh.tp)
+    left = iter(returned)
+    parts = [[*islice(left, len(each.batch.micro_batches))] for each in passes]
+    return [step_metrics(model, each, part, lost, busy) for each, part in zip(passes, parts)]
+
+
+def step_metrics(
+    model: Model,
+    each: Pass,
+    returned: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+    lost: Tensor | None,
+    busy: Stopwatch,
+) -> StepMetrics:
+    """Return the metrics of a pass. returned: second results of `_loss`, of its micro-batches on the last stage."""
+    batch, loss, router_losses = each.batch, each.loss, each.router_losses
     *summed, largest = StepTotals.sizes(loss)
     flat = totals_of([numbers for numbers, *_ in returned], sum(summed), largest, model.mesh, lost)
     totals = StepTotals.read(loss, flat.cpu().tolist())  # the host waits for the device here, once a step
@@ -122,7 +166,7 @@ def run_step(
     terms = [*zip(loss.terms, totals.terms), *router_terms]
     outputs = {}
     if loss.outputs:
-        parts = [(origin_N, outputs_NK) for _, origin_N, outputs_NK in returned]
+        parts = [(origin_N, outputs_NK) for _, origin_N, outputs_NK in returned if outputs_NK is not None]
         by_name = at_targets(parts, (len(loss.outputs),), batch.total_tokens, model.mesh).unbind(1)
         outputs = {name: values.split(batch.lengths) for name, values in zip(loss.outputs, by_name)}
     return StepMetrics(

@@ -81,8 +81,7 @@ def resolve(config: Config) -> ModelSource:
         preflight.check(config, arch, layout, memory)
     from_scratch = config.model.from_scratch
     weights = RandomWeights(arch, config.train.seed) if from_scratch else open_weights(path, arch)
-    seed = config.train.seed if config.lora.seed is None else config.lora.seed
-    return ModelSource(path, arch, layout, weights, side_files, _own_dtypes(weights, arch), InitialFactors(seed))
+    return ModelSource(path, arch, layout, weights, side_files, _own_dtypes(weights, arch), factors_of(config, arch))
 
 
 def digest(source: ModelSource) -> str:
@@ -117,6 +116,11 @@ def open_weights(path: str | Path, arch: Architecture) -> WeightSource:
     source = HFReader(path)
     check(source, arch)
     return source
+
+
+def factors_of(config: Config, arch: Architecture) -> WeightSource:
+    """Return the source of the factors that an adapter begins with."""
+    return InitialFactors(config.train.seed if config.lora.seed is None else config.lora.seed)
 
 
 def _own_dtypes(weights: WeightSource, arch: Architecture) -> dict[str, torch.dtype]:

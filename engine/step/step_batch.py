@@ -6,6 +6,7 @@ Shape suffixes: T tokens of one sample, A aggregations of the loss.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import TypeVar
 
 import torch
 
@@ -17,11 +18,13 @@ from isoloss.parallel import Mesh
 from isoloss.parallel.normalizer import Ids, StepCounts, count_tokens, token_weights
 from isoloss.parallel.sequence import row_length
 
+MicroBatch = TypeVar("MicroBatch")
 
-class MicroBatches(Sequence[PackedBatch]):
+
+class MicroBatches(Sequence[MicroBatch]):
     """Micro-batches that are packed when they are asked for, one before its turn: few of them are in memory at once."""
 
-    def __init__(self, length: int, pack_one: Callable[[int], PackedBatch]):
+    def __init__(self, length: int, pack_one: Callable[[int], MicroBatch]):
         self._length, self._pack_one = length, pack_one
 
     def __len__(self) -> int:

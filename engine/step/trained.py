@@ -26,6 +26,7 @@ class Trained:
     modules: modules that hold the parameters, without what is wrapped around them: a checkpoint's.
     chunks: the modules in Megatron's DistributedDataParallel.
     adapter: the adapter that the parameters are the factors of; None: they are the model's own.
+    weights, memory: tensors that can leave the device: an adapter's weights; gradients and optimizer state.
     reduced: whether ranks have summed the gradients of this step.
     finite, tokens, modes: finiteness, valid tokens and aggregations of the losses that this step has accumulated.
     """
@@ -37,6 +38,8 @@ class Trained:
         self.optimizer = build_optimizer(self.chunks, config, model.dtype)
         self.overlap = Overlap(self.chunks)
         self.gather = Gather(self.chunks, put_off=config.overlaps_param_gather(on_gpu=model.device.type == "cuda"))
+        # Weights that are the model's leave with it.
+        self.weights = Offloader(model.device, lambda: self.tensors() if adapter else ())
         self.memory = Offloader(
             model.device,
             lambda: state_tensors(self.optimizer, self.tensors()),

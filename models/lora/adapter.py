@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from isoloss.models.architecture import Architecture
 from isoloss.models.lora.config import LoraConfig
 from isoloss.models.lora.factors import Factors, adapter_map, leaves
+from isoloss.models.lora.frozen import FrozenModel, Slot
 from isoloss.models.lora.layer import LayerAdapter
 from isoloss.models.lora.sharded import sharded
 from isoloss.models.mcore.weight_stream import Named, Receives, stream_weights
@@ -61,31 +62,26 @@ class AdapterChunk(nn.Module):
 
 
 class Adapter:
-    """An adapter of a model on this rank: factors for every adapted matrix. The model is frozen, but for the value head
-    of a critic, which is trained with them.
+    """An adapter of a frozen model on this rank: factors for every adapted matrix. The value head of a critic is
+    trained with them.
 
-    base: fingerprint of the model's weights, for checkpoints.
     layers: adapters of layers with the modules that multiply by them.
     modules: the factors as modules, one for each of the model's chunks, to be wrapped and stepped.
     """
 
-    def __init__(self, model: Model, lora: LoraConfig):
+    def __init__(self, frozen: FrozenModel, lora: LoraConfig):
         """Make the factors, with uninitialised values. Raises UserError as `adapter_map`."""
-        self.model, self.lora, self.base = model, lora, ""
-        for tensor in model.tensors():
-            tensor.requires_grad_(False)
+        self._frozen, self.lora = frozen, lora
+        model = frozen.model
         self._of_weight = {factors.base.name: factors for factors in adapter_map(model.arch, lora)}
         self.layers: list[tuple[Any, LayerAdapter]] = []
         self._layer_of: dict[int, LayerAdapter] = {}  # by the identity of the weight
-        modules = model.modules
-        owners = {id(module._parameters.get("weight")): module for chunk in modules for module in chunk.modules()}
-        chunk_of = {id(parameter): index for index, chunk in enumerate(modules) for parameter in chunk.parameters()}
-        self.modules = [AdapterChunk(chunk.config, model.mesh) for chunk in modules]
+        self.modules = [AdapterChunk(chunk.config, model.mesh) for chunk in model.modules]
         for base in model.owned():
             factors = self._of_weight.get(base.weight.name)
-            chunk = self.modules[chunk_of.get(id(base.parameter), 0)]
+            chunk = self.modules[frozen.chunk_of.get(id(base.parameter), 0)]
             if factors is not None:
-                self._adapt(chunk, owners[id(base.parameter)], base, factors)
+                self._adapt(chunk, frozen.module_of[id(base.parameter)], base, factors)
             elif base.weight.name == VALUE_HEAD and model.arch.critic:
                 base.parameter.requires_grad_()
                 chunk.add(base)
@@ -103,9 +99,16 @@ class Adapter:
             chunk.add(LocalWeight(described, factor, base.tp, replica=False, first=base.first))
         layer = LayerAdapter(factors, a, b, part_O)
         self.layers.append((module, layer))
+        if module.adapter is None:
+            module.adapter = Slot(self._frozen)
+        module.adapter.put(self, layer)
         self._layer_of[id(weight)] = layer
 
     # ---- what a checkpoint asks of it, as of a `Model` ---------------------------------------------------------------
+
+    @property
+    def model(self) -> Model:
+        return self._frozen.model
 
     @property
     def arch(self) -> Architecture:
@@ -126,20 +129,18 @@ class Adapter:
         return {
             "rank": lora.rank, "alpha": lora.alpha, "scaling": lora.scaling, "expert_rank": lora.expert_rank,
             "targets": sorted({leaf for factors in self._of_weight.values() for leaf in leaves(factors.base)}),
-            "base": self.base,
+            "base": self._frozen.digest,
         }  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def activate(self) -> None:
         """Let the model compute with this adapter."""
-        for module, layer in self.layers:
-            module.adapter = layer
+        self._frozen.current = self
 
     def deactivate(self) -> None:
         """Let the model compute without an adapter."""
-        for module, _ in self.layers:
-            module.adapter = None
+        self._frozen.current = None
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -135,7 +135,10 @@ class LayerAdapter:
 
     def product(self) -> Tensor:
         """Return what the adapter adds to this rank's weight, [O, I] fp64."""
-        return self._spread(self.b).double() @ self.a.double() * self.factors.scale
+        added = self.b.new_zeros(len(self.b), self.a.shape[1], dtype=torch.float64)
+        for rows, columns in self._runs:
+            added[rows] = self.b[rows].double() @ self.a[columns].double()
+        return added * self.factors.scale
 
     def back(self, grad_RO: Tensor, b: Tensor) -> Tensor:
         """Return the gradient of `low`, [R, P*r]."""

@@ -87,13 +87,15 @@ def embed_into_main_grad() -> None:
 
 
 def multiply_with_adapters() -> None:
-    """Let Megatron's linear layers multiply by an adapter as well, where their attribute `adapter` holds one."""
+    """Let Megatron's linear layers multiply by an adapter as well, where their attribute `adapter`, a `lora.Slot`, has
+    an active one."""
 
     def with_adapter(of_megatron: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def forward(self: Any, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
-            if self.adapter is None:
+            adapter = self.adapter and self.adapter.active
+            if adapter is None:
                 return of_megatron(self, input, weight, *args, **options)
-            return self.adapter.multiply(input, weight, *args, **options)
+            return adapter.multiply(input, weight, *args, **options)
 
         return forward
 
@@ -109,7 +111,8 @@ def multiply_by(matrices: Mapping[Any, PackedMatrix]) -> Iterator[None]:
     def product_with(layer: Any, matrix: PackedMatrix):
         def forward(input: Tensor, bias: Tensor | None, **_: Any) -> Tensor:
             output = matrix.product(input, bias)
-            return output if layer.adapter is None else layer.adapter.add_to(output, input)
+            adapter = layer.adapter and layer.adapter.active
+            return output if adapter is None else adapter.add_to(output, input)
 
         return forward
 

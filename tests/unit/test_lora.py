@@ -151,3 +151,16 @@ def test_what_sglang_would_not_serve_is_refused(row, tmp_path):
         return rules.check(config, arch, Layout())
     with pytest.raises(UserError, match=says):
         rules.check(config, arch, Layout())
+
+
+@pytest.mark.parametrize(
+    "change", ({"alpha": 8.0}, {"scaling": "sqrt-rank"}, {"rank": 3}, {"targets": ("mlp",)}, {"expert_rank": 1})
+)
+def test_a_resumed_run_has_the_adapter_that_it_had(change):
+    config = Config(ModelConfig("x"), lora=LoraConfig(rank=2))
+    changed = dataclasses.replace(config, lora=dataclasses.replace(config.lora, **change))
+    (key,) = change
+    before, now = config.resume_fingerprint(), changed.resume_fingerprint()
+    assert {name for name in now if now[name] != before[name]} == {f"lora.{key}"}
+    plain = dataclasses.replace(config, lora=LoraConfig())
+    assert not any(name.startswith("lora.") for name in plain.resume_fingerprint())

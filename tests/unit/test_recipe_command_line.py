@@ -72,7 +72,7 @@ def said(monkeypatch, capsys, recipe: str, words: list[str]) -> str:
         ("sft", [*RUN, "parallel.tp=2", "parallel.ep=4", "parallel.etp=2"], "torchrun --nproc_per_node 8 -m isoloss"),
         ("dapo", [*RUN, "parallel.ep=2"], "torchrun --nproc_per_node 2 -m isoloss.recipes.dapo model.path=m"),
         ("grpo", ["--rollout-batch-size", "32", *RUN], "such as batch.global_size=32"),
-        ("sft", [*RUN, "--lora-rank", "8"], "there is no option --lora-rank; did you mean"),
+        ("sft", [*RUN, "--lora-rank", "8"], "such as lora.rank=8"),
         (
             "sft",
             [*RUN, "--hub-model-id=x"],

@@ -7,7 +7,7 @@ import torch
 from support.plans import device_lint
 from torch import nn
 
-from isoloss.engine.step.forward_backward import run_step, run_targets
+from isoloss.engine.step.forward_backward import run_steps, run_targets
 from isoloss.parallel import sequence
 from isoloss.parallel.runtime.versions import SUPPORTED_MEGATRON
 from isoloss.tools.plan.phases import HALF
@@ -194,13 +194,13 @@ def test_what_lives_at_a_peak_is_told_by_kind(recorder):
 @pytest.fixture
 def two_micro_batches():
     """Two items of each, and one of the step."""
-    where = f"isoloss/engine/step/forward_backward.py:{run_step.__code__.co_firstlineno + 1}"
+    where = f"isoloss/engine/step/forward_backward.py:{run_steps.__code__.co_firstlineno + 1}"
     launches = {"isoloss/parallel/ring.py:1": 10, "isoloss/parallel/ring.py:9": 4}
     phases = [told("pass", [("item", where, 5)], launches), told(f"pass{HALF}", [("item", where, 3)], launches)]
     return RankReport(0, 0, 0, 2, 512, phases)
 
 
-ITEM = "wait, item: isoloss/engine/step/forward_backward.py run_step"
+ITEM = "wait, item: isoloss/engine/step/forward_backward.py run_steps"
 COUNTED = {
     "pass, a micro-batch": {ITEM: 2},
     "pass, once": {ITEM: 1, "launches: isoloss/parallel/ring.py": 14},

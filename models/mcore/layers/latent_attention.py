@@ -36,7 +36,7 @@ class ReplicatedLinear(MegatronModule):
     """A linear layer without bias that every TP rank holds whole; under sequence parallelism it sees this rank's tokens
     only, and Megatron's finalize step sums its gradient over TP.
 
-    adapter: multiplied by as well (`lora.LayerAdapter`).
+    adapter: adapters, of which the active one is multiplied by as well (`lora.Slot`).
     """
 
     adapter: Any = None
@@ -48,7 +48,8 @@ class ReplicatedLinear(MegatronModule):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight) if self.adapter is None else self.adapter.multiply(x, self.weight)
+        adapter = self.adapter and self.adapter.active
+        return linear(x, self.weight) if adapter is None else adapter.multiply(x, self.weight)
 
 
 class LatentAttention(MegatronModule):

@@ -1,5 +1,6 @@
 """Adapters on tiny models: steps of an engine, and the same adapters merged into the weights of a folder."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +21,18 @@ from isoloss.engine.config.schema import (
     ParallelConfig,
     TrainConfig,
 )
+from isoloss.engine.rl import generation
+from isoloss.engine.rl.trajectory import Sampling
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.model_source import resolve
 from isoloss.engine.step.optimizer import global_grad_norm
 from isoloss.engine.step.replica_check import DivergedError
+from isoloss.engine.step.together import forward_backward_together
 from isoloss.models.lora.config import LoraConfig
 from isoloss.models.lora.factors import adapter_map
 from isoloss.models.lora.initial import InitialFactors
+from isoloss.parallel import UserError
+from support.models.families import VOCAB
 from support.models.transformers_parity import TOKEN_MEAN
 
 LORA = LoraConfig(rank=3, alpha=5.0, seed=1)
@@ -40,8 +46,9 @@ def make_engine(
     random_b: bool = True,
     max_tokens: int = 128,
     memory: Mapping[str, Any] = {},
+    make: Any = Engine,
     **parallel: Any,
-) -> Engine:
+) -> Any:
     """An engine with an adapter, whose B is random, since with B = 0 the gradient of A is 0."""
     config = Config(
         model=ModelConfig(path=str(folder)),
@@ -52,7 +59,7 @@ def make_engine(
         train=TrainConfig(precision=precision),
         lora=lora,
     )
-    engine = Engine(config, resolve(config))
+    engine = make(config, resolve(config))
     if lora.rank > 0 and random_b:
         engine.trained.adapter.load(InitialFactors(lora.seed, random_b=True))
     return engine
@@ -224,3 +231,132 @@ def change_one_number(folder: Path) -> None:
     tensors = load_file(path)
     tensors["model.norm.weight"][0] += 1e-6
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+TENANTS = (
+    LoraConfig(rank=3, alpha=5.0, seed=1),
+    LoraConfig(rank=2, alpha=8.0, seed=2, targets=("attention",)),
+    LoraConfig(rank=5, alpha=1.0, seed=3, scaling="sqrt-rank", targets=("mlp",)),
+    LoraConfig(rank=3, alpha=5.0, seed=4),
+    LoraConfig(rank=8, alpha=32.0, seed=5, targets=("o_proj", "down_proj")),
+)
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """What one adapter of a model found. numbers: losses and norms of its steps. factors: this rank's, in the end."""
+
+    numbers: list[float]
+    factors: dict[str, Tensor]
+
+
+def _tenant(numbers: list[float], engine: Engine) -> Tenant:
+    whole = {owned.weight.name: tensor for owned, tensor in engine.trained.adapter.whole_tensors()}
+    return Tenant(numbers, by_name(engine.trained.adapter.owned(), whole))
+
+
+def _samples_of(samples: Sequence[Sample], index: int) -> list[Sample]:
+    """Samples of a tenant: each has others, and another number."""
+    return [*samples[index % 3 :], *samples[: index % 2]]
+
+
+def alone(folder: Path, samples: Sequence[Sample], index: int, options: Mapping[str, Any]) -> Tenant:
+    """Three steps of one adapter."""
+    engine, numbers = make_engine(folder, TENANTS[index], **options), []
+    for _ in range(3):
+        numbers += _numbers(engine, engine.forward_backward(_samples_of(samples, index), TOKEN_MEAN))
+    return _tenant([*numbers, _said(engine, samples)], engine)
+
+
+def _said(engine: Engine, samples: Sequence[Sample]) -> float:
+    return sum(float(each.sum()) for each in engine.logprobs(samples))
+
+
+def _numbers(engine: Engine, metrics: Any) -> list[float]:
+    return [metrics.loss, engine.optim_step().grad_norm]
+
+
+def among_others(folder: Path, samples: Sequence[Sample], out: Path, options: Mapping[str, Any]) -> list[Tenant]:
+    """Three steps of five adapters of one model, one after the other and all at once, while the last one loads a
+    checkpoint of its own, and takes a step that is not applied."""
+    first = make_engine(folder, TENANTS[0], **options)
+    engines = [first, *(first.adapter(lora) for lora in TENANTS[1:])]
+    for engine, lora in zip(engines, TENANTS):
+        engine.trained.adapter.load(InitialFactors(lora.seed, random_b=True))
+    numbers: list[list[float]] = [[] for _ in engines]
+    batches = [_samples_of(samples, index) for index in range(len(engines))]
+    last = engines[-1]
+    last.save(out, {})
+    for turn in range(3):
+        if turn == 1:  # micro-batches of all in one schedule
+            calls = [(engine, batch, TOKEN_MEAN) for engine, batch in zip(engines, batches)]
+            found = forward_backward_together(calls)
+        else:  # forward and backward of all before the first step
+            found = [engine.forward_backward(batch, TOKEN_MEAN) for engine, batch in zip(engines, batches)]
+        for engine, metrics, told in zip(engines, found, numbers):
+            told += _numbers(engine, metrics)
+        infinite = last.forward_backward(samples, lambda inputs: -inputs.logprobs_N * math.inf)
+        assert not last.optim_step().applied and not math.isfinite(infinite.loss)
+        last.load(out)
+        if turn < 2:
+            last.offload_adapter()
+    return [_tenant([*told, _said(engine, samples)], engine) for told, engine in zip(numbers, engines)]
+
+
+def with_a_tenant_that_recomputes(
+    folder: Path, samples: Sequence[Sample], options: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients of two adapters in one schedule, alone and with full recomputation of both."""
+    found = []
+    for recompute in ("none", "full"):
+        first = make_engine(folder, TENANTS[0], memory={"recompute": recompute}, max_tokens=48, **options)
+        second = first.adapter(TENANTS[3])
+        second.trained.adapter.load(InitialFactors(TENANTS[3].seed, random_b=True))
+        engines = (first, second)
+        if recompute == "none":
+            for engine in engines:
+                engine.forward_backward(samples, TOKEN_MEAN)
+        else:
+            forward_backward_together([(engine, samples, TOKEN_MEAN) for engine in engines])
+        found.append(
+            {
+                f"{index}/{name}": tensor
+                for index, engine in enumerate(engines)
+                for name, tensor in by_name(engine.trained.adapter.owned(), dict(engine.gradients())).items()
+            }
+        )
+    return found[0], found[1]
+
+
+def refused(folder: Path) -> dict[str, str]:
+    """What is said to mistakes with several adapters."""
+    first, whole = make_engine(folder, LORA), make_engine(folder, LoraConfig())
+    second = first.adapter(TENANTS[1])
+    said = {}
+    for name, mistake in {
+        "of a whole model": lambda: whole.adapter(LORA),
+        "without a rank": lambda: first.adapter(LoraConfig()),
+        "unknown target": lambda: first.adapter(LoraConfig(rank=2, targets=("w9",))),
+        "of two models": lambda: forward_backward_together([(first, [], TOKEN_MEAN), (whole, [], TOKEN_MEAN)]),
+        "twice": lambda: forward_backward_together([(second, [], TOKEN_MEAN), (second, [], TOKEN_MEAN)]),
+    }.items():
+        try:
+            mistake()
+        except (UserError, ValueError) as error:
+            said[name] = str(error)
+    return said
+
+
+def generated(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Tokens of two adapters of one model."""
+    first = make_engine(folder, TENANTS[0], make=generation.Engine)
+    second = first.adapter(TENANTS[3])
+    second.trained.adapter.load(InitialFactors(TENANTS[3].seed, random_b=True))
+    sampling = Sampling(12, 1.0, stop_token_ids=(VOCAB,), seed=3)
+
+    def tokens(engine: generation.Engine) -> tuple[int, ...]:
+        return engine.generate([[1, 2, 3]], sampling)[0].tokens
+
+    found = {"first": tokens(first), "second": tokens(second)}
+    second.logprobs([Sample(torch.arange(5), torch.arange(5) > 0)])
+    return found | {"first, after a step of the second": tokens(first)}
