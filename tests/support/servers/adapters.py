@@ -49,16 +49,24 @@ def update(
 
 def worst(engine: Engine, version: int, completions: Sequence[Completion | None]) -> float:
     """Difference of log-probabilities from the engine's with the factors of this version, which all tokens say."""
-    assert all(completion is not None and set(completion.versions) == {version} for completion in completions)
+    whole = present(completions)
+    assert all(set(completion.versions) == {version} for completion in whole)
     refill(engine, version)
-    return worst_difference(engine, requests(len(completions), length=12), completions)
+    return worst_difference(engine, requests(len(whole), length=12), whole)
 
 
 def apart(engine: Engine, completions: Sequence[Completion | None]) -> float:
     """The same difference from the model without an adapter."""
     assert engine.trained.adapter is not None
     with engine.trained.adapter.off():
-        return worst_difference(engine, requests(len(completions), length=12), completions)
+        return worst_difference(engine, requests(len(completions), length=12), present(completions))
+
+
+def present(completions: Sequence[Completion | None]) -> list[Completion]:
+    """All of them, none of which may be lost."""
+    found = [completion for completion in completions if completion is not None]
+    assert len(found) == len(completions)
+    return found
 
 
 def server_of(backend: ServerBackend, index: int = 0) -> AdapterServer:
