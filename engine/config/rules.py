@@ -20,6 +20,7 @@ from isoloss.engine.config.help import as_written
 from isoloss.engine.config.schema import Config
 from isoloss.models.architecture import Architecture
 from isoloss.models.kinds.kind import Refusal, SoftmaxAttention, divisors
+from isoloss.models.lora import served
 from isoloss.models.lora.factors import adapted_weights
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.mcore.activation_memory import RECOMPUTE_MODULES
@@ -323,6 +324,12 @@ def adapters(setup: Setup) -> Refusals:
     if config.parallel.overlap_param_gather:
         why = "lets layers wait for their own weights, and an adapter's (lora.rank) are gathered at once"
         yield "parallel.overlap_param_gather", why, "leave it at null"
+    rollout = getattr(config, "rollout", None)
+    if rollout is not None and rollout.backend == "sglang":
+        yield from served.refusals(setup.arch, lora)
+        if config.model.from_scratch:
+            why = "makes weights that no server has, and with an adapter (lora.rank) no weights are sent"
+            yield "model.from_scratch", why, "set it to false, or use rollout.backend=megatron"
 
 
 SUBJECTS = (

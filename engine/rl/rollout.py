@@ -130,8 +130,8 @@ class Rollout:
                 if self._overlaps:
                     self._stop()
                 self._leave_device(weights=False)
-                weights = self.engine.weight_stream(self._bucket_bytes, self.backend.receives)
-                self.backend.update_weights(weights, version)
+                stream = self.engine.adapter_stream if self.backend.takes_adapter else self.engine.weight_stream
+                self.backend.update_weights(stream(self._bucket_bytes, self.backend.receives), version)
             except UserError:
                 if not left:
                     raise

@@ -18,6 +18,7 @@ from isoloss.engine.rl.backends.local.megatron_backend import MegatronBackend
 from isoloss.engine.rl.backends.local.transformers_backend import TransformersBackend
 from isoloss.engine.rl.backends.protocol import RolloutBackend
 from isoloss.engine.rl.backends.servers.backend import ServerBackend
+from isoloss.engine.rl.backends.sglang.adapters import adapter_fleet
 from isoloss.engine.rl.backends.sglang.server import SGLangServer
 from isoloss.engine.rl.backends.sglang.weights import weight_sync
 from isoloss.engine.rl.config import RLConfig
@@ -138,8 +139,10 @@ def open_rollout(
 def open_backend(config: RLConfig, engine: Engine, output_dir: Path) -> RolloutBackend:
     if config.rollout.backend == "sglang":
         logs = output_dir / "sglang"
-        vocab_size = engine.arch.vocab_size
-        return ServerBackend(config.rollout, config.model.path, vocab_size, logs, SGLangServer, weight_sync)
+        kind = SGLangServer, weight_sync
+        if engine.trained.adapter is not None:
+            kind = adapter_fleet(engine.arch, config.lora)
+        return ServerBackend(config.rollout, config.model.path, engine.arch.vocab_size, logs, *kind)
     if config.rollout.backend == "megatron":
         return MegatronBackend(engine, config.rollout.concurrency)
     return TransformersBackend(config.model.path, engine.model.dtype, engine.device, config.rollout.concurrency)

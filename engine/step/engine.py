@@ -339,6 +339,14 @@ class Engine:
         of = adapter.merged if adapter else own_data
         yield from self.model.weight_stream(bucket_bytes, receives, of=of)
 
+    def adapter_stream(self, bucket_bytes: int, receives: Receives) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield every factor of the adapter, whole, under PEFT's name without its prefix, as `weight_stream` yields
+        weights. Collective over the world: every rank exhausts the iterator."""
+        if self.trained.adapter is None:
+            raise UserError("lora.rank=0: the model has no adapter; weight_stream() sends its weights")
+        self._whole_weights()
+        yield from self.trained.adapter.stream(bucket_bytes, receives)
+
     def check_replicas(self, world: dist.ProcessGroup, after: str) -> None:
         """Raise DivergedError where ranks that should hold the same weights do not (`replica_check`)."""
         self._whole_weights()

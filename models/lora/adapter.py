@@ -21,6 +21,7 @@ from isoloss.models.lora.factors import Factors, adapter_map, leaves
 from isoloss.models.lora.frozen import FrozenModel, Slot
 from isoloss.models.lora.layer import LayerAdapter
 from isoloss.models.lora.sharded import sharded
+from isoloss.models.mcore.weight_stream import Named, Receives, stream_weights
 from isoloss.models.model import LocalWeight, Model
 from isoloss.models.weights.hf_checkpoint import WeightSource
 from isoloss.parallel import Mesh
@@ -178,6 +179,24 @@ class Adapter:
         """Every parameter of this rank that is trained, whole, as `Model.whole_tensors`. Collective over tp and etp."""
         for owned in self.owned():
             yield owned, owned.weight.mapping.unshard(gather_shards(of(owned.parameter), owned.tp))
+
+    def stream(self, bucket_bytes: int, receives: Receives) -> Iterator[list[Named]]:
+        """Every factor, whole, under its Hugging Face name, in buckets, on the ranks that `receives` names.
+
+        Collective over the world: every rank exhausts the iterator. Factors of a tensor that holds all experts are not
+        for streams.
+        """
+        return stream_weights(self._hf_factors(), self.model.device, bucket_bytes, receives)
+
+    def _hf_factors(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """Yield Hugging Face names and factors of this rank, and True where this rank of all is to send the factor.
+        Collective over tp and etp."""
+        for owned, whole in self.whole_tensors():
+            if owned.weight.name == VALUE_HEAD:
+                continue
+            for part, tensor in zip(owned.weight.parts, owned.weight.mapping.split(whole)):
+                assert part.row is None, part.tensor
+                yield part.tensor, tensor, owned.first and owned.tp.rank() == 0
 
     def sum_parts(self) -> None:
         """Sum the gradients of which every TP rank has computed a part, in Megatron's buffers, after they were reduced

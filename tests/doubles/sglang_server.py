@@ -17,6 +17,7 @@ import io
 import json
 import os
 import pickle
+import re
 import socket
 import socketserver
 import threading
@@ -37,6 +38,9 @@ from transformers import AutoModelForCausalLM
 
 FLUSH_EVERY = 50  # a request that is aborted in the queue returns its tokens up to a multiple of this, as SGLang's does
 HANG_SECONDS = 3600
+OF_ADAPTERS = (
+    "enable_lora", "max_lora_rank", "max_loras_per_batch", "max_loaded_loras", "lora_target_modules", "dp_size",
+)  # fmt: skip
 LATE_SECONDS = 0.3
 
 
@@ -120,10 +124,11 @@ class Refusal(Exception):
 
 @dataclass
 class Job:
-    """One request of /generate. versions: of each token of `output`."""
+    """One request of /generate. versions: of each token of `output`. adapter: what it named."""
 
     prompt: list[int]
     params: dict[str, Any]
+    adapter: str | None = None
     output: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
@@ -163,6 +168,49 @@ def checksum(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
+def whole_checksum(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+TENSORS = "__tensor__"
+_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<name>gate|up|down)_proj")
+
+
+@dataclass
+class Adapter:
+    """model: the server's, with the adapter added to its weights; None until a request names it."""
+
+    scale: float
+    tensors: dict[str, Tensor]
+    model: torch.nn.Module | None = None
+
+    @torch.no_grad()
+    def merged_into(self, base: torch.nn.Module) -> torch.nn.Module:
+        model = copy.deepcopy(base)
+        weights = dict(model.named_parameters())
+        for name, a in self.tensors.items():
+            if name.endswith(".lora_A.weight"):
+                b = self.tensors[name.replace(".lora_A.", ".lora_B.")]
+                weight = weight_of(weights, name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
+                if weight is None:
+                    print("ignored", name, flush=True)
+                elif weight.shape != (b.shape[0], a.shape[1]):
+                    os._exit(1)  # SGLang loads it, and dies when the first request comes
+                else:
+                    weight += self.scale * b @ a
+        return model
+
+
+def weight_of(weights: dict[str, Tensor], module: str) -> Tensor | None:
+    """The matrix of a Hugging Face module; of an expert a view of transformers' tensor of all experts."""
+    expert = _EXPERT.fullmatch(module)
+    if expert is None:
+        return weights.get(f"{module}.weight")
+    joined = "down_proj" if expert["name"] == "down" else "gate_up_proj"
+    matrix = weights[f"{expert['experts']}.{joined}"][int(expert["number"])]
+    return matrix if expert["name"] == "down" else matrix.chunk(2)[expert["name"] == "up"]
+
+
 class Engine:
     """The model, the requests, and a thread that makes a token of every running request per turn."""
 
@@ -178,6 +226,9 @@ class Engine:
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.asleep: set[str] = set()
         self.received: list[tuple[str, str, list[int], str]] = []  # name, checksum, shape and type
+        self.adapters: dict[str, Adapter] = {}
+        self.unloading: dict[str, Adapter] = {}
+        self.paths: dict[str, str] = {}  # of adapters that were ever loaded, by name; TENSORS: they came in a request
         self.random = torch.Generator().manual_seed(0)
         self.changed = threading.Condition(threading.RLock())
         threading.Thread(target=self.run, daemon=True).start()
@@ -197,13 +248,19 @@ class Engine:
         """One token for every request, in one batch; padding on the right does not reach what lies before it."""
         if self.asleep:
             os._exit(1)
-        contexts = [job.prompt + job.output for job in self.jobs]
+        for name in {job.adapter: None for job in self.jobs}:
+            self.turn_of([job for job in self.jobs if job.adapter == name], self.model_of(name))
+        self.jobs = [job for job in self.jobs if not job.done.is_set()]
+        self.changed.notify_all()
+
+    def turn_of(self, jobs: list[Job], model: torch.nn.Module) -> None:
+        contexts = [job.prompt + job.output for job in jobs]
         if self.options.deterministic:
-            logits = [self.model(torch.tensor([context])).logits[0] for context in contexts]
+            logits = [model(torch.tensor([context])).logits[0] for context in contexts]
         else:
             width = max(map(len, contexts))
-            logits = self.model(torch.tensor([c + [0] * (width - len(c)) for c in contexts])).logits
-        for job, context, row in zip(list(self.jobs), contexts, logits):
+            logits = model(torch.tensor([c + [0] * (width - len(c)) for c in contexts])).logits
+        for job, context, row in zip(jobs, contexts, logits):
             if self.options.deterministic:
                 self.random.manual_seed(1_000_003 * job.params["sampling_seed"] + len(context))
             token, logprob = self.choose(row[len(context) - 1].float(), job.params)
@@ -215,7 +272,6 @@ class Engine:
                 job.end(type="stop", matched=token)
             elif len(job.output) >= job.params["max_new_tokens"]:
                 job.end(type="length", length=job.params["max_new_tokens"])
-        self.jobs = [job for job in self.jobs if not job.done.is_set()]
 
     def choose(self, logits_V: Tensor, params: dict[str, Any]) -> tuple[int, float]:
         temperature = params.get("temperature", 1.0)
@@ -234,7 +290,7 @@ class Engine:
             each = params if isinstance(params, list) else [params] * len(body["input_ids"])
             jobs = [Job(ids, one) for ids, one in zip(body["input_ids"], each)]
         else:
-            jobs = [Job(body["input_ids"], body["sampling_params"])]
+            jobs = [Job(body["input_ids"], body["sampling_params"], adapter=self.named(body.get("lora_path")))]
         for job in jobs:
             job.params = {"max_new_tokens": 128, **job.params}
             self.check(job)
@@ -292,6 +348,7 @@ class Engine:
                     del job.output[kept:], job.logprobs[kept:], job.versions[kept:]
                 job.end(type="abort", message="Aborted")
             self.jobs = []
+            self.changed.notify_all()
 
     def abort_later(self) -> None:
         with self.changed:
@@ -355,12 +412,13 @@ class Engine:
 
     def from_tensor(self, body: dict[str, Any]) -> None:
         self.need_session("update_weights_from_tensor")
+        self.load(self.unpickled(body))
+
+    def unpickled(self, body: dict[str, Any]) -> dict[str, Tensor]:
         (handle,) = body["serialized_named_tensors"]  # one for each of tp_size=1 processes
         sent = Unpickler(io.BytesIO(base64.b64decode(handle, validate=True))).load()
         flat_bytes = sent["flattened_tensor"]
-        self.load(
-            {m.name: flat_bytes[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape) for m in sent["metadata"]}
-        )
+        return {m.name: flat_bytes[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape) for m in sent["metadata"]}
 
     def from_distributed(self, body: dict[str, Any]) -> None:
         self.need_session("update_weights_from_distributed")
@@ -372,6 +430,75 @@ class Engine:
         dist.broadcast(flat_bytes, src=0, group=self.groups[body["group_name"]])
         parts = zip(body["names"], flat_bytes.split(sizes), dtypes, body["shapes"])
         self.load({name: part.view(dtype).reshape(shape) for name, part, dtype, shape in parts})
+
+    # ---- adapters
+
+    def need_adapters(self) -> None:
+        if not self.options.enable_lora:
+            raise Refusal("LoRA is not enabled. Please set `--enable-lora` to enable LoRA.")
+
+    def named(self, name: str | None) -> str | None:
+        """The adapter of a request. One that was unloaded comes back from the folder that it came from."""
+        if name is None or name in self.adapters:
+            return name
+        self.need_adapters()
+        if name not in self.paths:
+            raise Refusal(f"Got LoRA adapter that has never been loaded: {name}\nAll loaded adapters: {[*self.paths]}.")
+        if self.paths[name] == TENSORS:
+            raise Refusal(f"Failed to implicitly load LoRA adapter {name}: {TENSORS}")
+        self.load_folder({"lora_name": name, "lora_path": self.paths[name]})
+        return name
+
+    def load_folder(self, body: dict[str, Any]) -> None:
+        path = body["lora_path"]
+        with open(os.path.join(path, "adapter_config.json"), encoding="utf-8") as file:
+            config = json.load(file)
+        self.load_adapter(body["lora_name"], config, load_file(os.path.join(path, "adapter_model.safetensors")), path)
+
+    def load_tensors(self, body: dict[str, Any]) -> None:
+        assert body["load_format"] == "flattened_bucket"
+        tensors = self.unpickled(body)
+        sums = {name: whole_checksum(tensor) for name, tensor in tensors.items()}
+        if body.get("expected_checksums") not in (None, sums):
+            os._exit(1)  # SGLang's scheduler dies of it
+        self.load_adapter(body["lora_name"], body["config_dict"], tensors, TENSORS)
+
+    def load_adapter(self, name: str, config: dict[str, Any], tensors: dict[str, Tensor], path: str) -> None:
+        self.need_adapters()
+        with self.changed:
+            if name in self.adapters:
+                raise Refusal(f"Failed to load LoRA adapter {name} because it is already loaded")
+            targets = set(self.options.lora_target_modules or [])
+            if config["r"] > self.options.max_lora_rank or not targets.issuperset(config["target_modules"]):
+                raise Refusal(
+                    f"LoRA adapter {name} with rank {config['r']} is incompatible with the current LoRA memory pool "
+                    "configuration. Please ensure that the LoRA adapter's rank is within the configured "
+                    "`--max-lora-rank` and that the target modules are included in `--lora-target-modules`."
+                )
+            copies = {key: tensor.clone() for key, tensor in tensors.items()}
+            self.adapters[name] = Adapter(config["lora_alpha"] / config["r"], copies)  # the patterns are not read
+            self.paths[name] = path
+
+    def unload_adapter(self, body: dict[str, Any]) -> None:
+        """After the last request of it."""
+        self.need_adapters()
+        name = body["lora_name"]
+        with self.changed:
+            if name not in self.adapters:
+                raise Refusal(f"LoRA with name {name} does not exist. Loaded LoRAs: {[*self.adapters]}")
+            adapter = self.adapters.pop(name)
+            self.unloading[name] = adapter
+            while any(job.adapter == name for job in self.jobs):
+                self.changed.wait()
+            del self.unloading[name]
+
+    def model_of(self, name: str | None) -> torch.nn.Module:
+        if name is None or self.options.answers_by_the_model:
+            return self.model
+        adapter = self.adapters.get(name) or self.unloading[name]
+        if adapter.model is None:
+            adapter.model = adapter.merged_into(self.model)
+        return adapter.model
 
     def init_group(self, body: dict[str, Any]) -> None:
         c10d = dist.distributed_c10d
@@ -451,6 +578,9 @@ class Server(ThreadingHTTPServer):
             "/continue_generation": lambda: engine.resume(),
             "/abort_request": lambda: engine.abort(),
             "/flush_cache": lambda: engine.flush(),
+            "/load_lora_adapter": lambda: engine.load_folder(body),
+            "/load_lora_adapter_from_tensors": lambda: engine.load_tensors(body),
+            "/unload_lora_adapter": lambda: engine.unload_adapter(body),
             "/release_memory_occupation": lambda: engine.release(body["tags"]),
             "/resume_memory_occupation": lambda: engine.take_back(body["tags"]),
         }
@@ -472,7 +602,11 @@ class Server(ThreadingHTTPServer):
             return {
                 "tp_size": 1, "device": self.options.device, "enable_memory_saver": saver,
                 "enable_weights_cpu_backup": backup, "version": "0.5.23",
+                **{name: getattr(self.options, name) for name in OF_ADAPTERS},
             }  # fmt: skip
+        if path == "/v1/models":
+            model = {"id": self.options.model, "parent": None}
+            return {"data": [model, *({"id": name, "parent": self.options.model} for name in engine.adapters)]}
         if path == "/v1/loads":
             return {"loads": [{"num_running_reqs": sum(1 for job in engine.jobs if job.output)}]}
         if path == "/health":
@@ -528,7 +662,8 @@ class Handler(BaseHTTPRequestHandler):
         try:
             status, reply = 200, self.server.answer(path, body)
         except Refusal as refusal:
-            status, reply = refusal.status, {"success": False, "message": str(refusal)}
+            told = "error_message" if "lora" in path else "message"
+            status, reply = refusal.status, {"success": False, told: str(refusal)}
             if path == "/generate":
                 reply = {"error": {"message": str(refusal)}}
         if kind in LIES:
@@ -573,6 +708,14 @@ def main() -> None:
     parser.add_argument("--loses", default="", help="a weight that updates do not reach")
     parser.add_argument("--keeps-own", action="store_true", help="updates, of another model, are only told of")
     parser.add_argument("--without-sessions", action="store_true", help="as older servers, without begin and end")
+    parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--max-lora-rank", type=int)
+    parser.add_argument("--max-loras-per-batch", type=int, default=8)
+    parser.add_argument("--max-loaded-loras", type=int)
+    parser.add_argument("--lora-strict-loading", action="store_true", help="changes nothing")
+    parser.add_argument("--lora-target-modules", nargs="*")
+    parser.add_argument("--dp-size", type=int, default=1, help="changes nothing")
+    parser.add_argument("--answers-by-the-model", action="store_true", help="whatever adapter a request names")
     parser.add_argument("--api-key", help="as SGLang's: every call but /health has to bring it")
     parser.add_argument("--returns", type=float, metavar="SECONDS", help="one that died is there again after so long")
     torch.set_num_threads(1)

@@ -307,3 +307,17 @@ def test_what_a_command_leaves_behind_ends_with_it(tmp_path):
     alive = lambda: psutil.pid_exists(left) and psutil.Process(left).status() != psutil.STATUS_ZOMBIE
     until(lambda: not alive(), "what it left behind ends")  # a killed process takes a moment to be gone
     server.stop()
+
+
+@pytest.mark.parametrize("command", ["echo serve {port}", "echo serve --enable-lora --max-lora-rank 64"])
+def test_options_that_a_server_needs_are_behind_its_command(command, tmp_path):
+    """Unless it has the first of them: then they are the user's to choose."""
+    server = ServerProcess(
+        command, "http://127.0.0.1:5", tmp_path, tmp_path, options=("--enable-lora", "--max-lora-rank", "4")
+    )
+    server.start()
+    until(lambda: not server.running, "the command ends")
+    wanted = (
+        "serve 5 --enable-lora --max-lora-rank 4" if "{port}" in command else "serve --enable-lora --max-lora-rank 64"
+    )
+    assert wanted in server.log.read_text().splitlines()

@@ -5,11 +5,13 @@ import math
 
 import pytest
 import torch
-from support.models.families import published
+from support.models.families import published, write_config
 
 from isoloss.engine.config import rules
 from isoloss.engine.config.schema import Config, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
+from isoloss.engine.rl.config import RLConfig, RLDataConfig, RolloutConfig
 from isoloss.models.families import qwen3, qwen3_moe
+from isoloss.models.families.registry import read_architecture
 from isoloss.models.lora.config import LoraConfig
 from isoloss.models.lora.factors import adapter_map
 from isoloss.models.lora.initial import InitialFactors
@@ -125,6 +127,34 @@ def test_a_frozen_model_moves_no_selection_bias():
 def test_keys_without_a_rank(key):
     with pytest.raises(UserError, match=r"is for adapters: set lora.rank"):
         LoraConfig(**key)
+
+
+SERVED_BY_SGLANG = {
+    "all of a dense model": ("qwen3", {}, None),
+    "attention of a sparse one": ("qwen3-moe", {"targets": ("attention",)}, None),
+    "experts": ("qwen3-moe", {}, r"lora\.targets=.* adapts experts.*set lora\.targets=\[attention\]"),
+    "a rank of experts": ("qwen3-moe", {"expert_rank": 4}, r"lora\.targets=.*set lora\.targets=\[attention\]"),
+    "shared experts": ("glm-4.5", {"targets": ("mlp",)}, r"lora\.targets=.*set lora\.targets=\[attention\]"),
+    "experts in one tensor": ("gpt-oss", {}, r"lora\.rank=2 trains an adapter of gpt_oss.*rollout\.backend=megatron"),
+    "Gated DeltaNet": ("qwen3.5", {}, r"lora\.rank=2 trains an adapter of qwen3_5_text"),
+    "latents": ("deepseek-v3", {"targets": ("attention",)}, r"lora\.rank=2 trains an adapter of deepseek_v3"),
+}
+
+
+@pytest.mark.parametrize("row", SERVED_BY_SGLANG)
+def test_what_sglang_would_not_serve_is_refused(row, tmp_path):
+    """It would skip what it does not read, and answer by the rest. The same adapter is trained without its servers."""
+    family, lora, says = SERVED_BY_SGLANG[row]
+    arch = read_architecture(write_config(tmp_path / "model", published(family)))
+    rollout = RolloutConfig(backend="sglang", servers=("http://127.0.0.1:9",))
+    config = RLConfig(
+        ModelConfig("x"), lora=LoraConfig(rank=2, **lora), data=RLDataConfig(max_length=8), rollout=rollout
+    )
+    rules.check(dataclasses.replace(config, rollout=RolloutConfig()), arch, Layout())
+    if says is None:
+        return rules.check(config, arch, Layout())
+    with pytest.raises(UserError, match=says):
+        rules.check(config, arch, Layout())
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,12 @@ class RolloutBackend(ABC):
 
     receives: ranks on which `update_weights` needs the tensors; the others are given empty buckets. "owner" is a rank
         that holds them without asking another.
+    takes_adapter: whether `update_weights` takes the factors of an adapter in place of all weights.
     rank0: makes calls on rank 0 for all ranks.
     """
 
     receives: Receives
+    takes_adapter: bool = False
     rank0: RankZero
 
     @abstractmethod

@@ -8,7 +8,7 @@ triton, torchvision: inert: decorators give the function back, types can be subc
 sgl_kernel: raises when a kernel is called. SGLang's own PyTorch code must then be what runs, never a silent nothing.
     OPERATORS are those that a module of SGLang looks up when it is imported.
 
-SGLang's own processes are forks of the one that was started.
+SGLang's own processes are forks of the one that was started. Its adapters get memory that is not pinned.
 """
 
 import multiprocessing
@@ -109,8 +109,26 @@ class _KernelLoader:
                 library.define(f"sgl_kernel::{name}", "(Tensor x) -> Tensor")
 
 
+def _without_pinning() -> None:
+    """SGLang's adapters pin memory on every machine, which PyTorch refuses without a GPU."""
+    import torch
+
+    def unpinned(function):
+        def call(*args, **kwargs):
+            kwargs.pop("pin_memory", None)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+
+
 class _Finder:
     def find_spec(self, fullname, path=None, target=None):
+        if fullname == "sglang.srt.lora":
+            _without_pinning()
         if fullname in KERNELS:
             return ModuleSpec(fullname, _KernelLoader(), is_package=True)
         if fullname.split(".")[0] not in INERT or _asked_by_transformers():

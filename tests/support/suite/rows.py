@@ -97,6 +97,9 @@ FULL = {
     "rl/test_rl_resume.py": {
         "test_resume_is_exact": "critic",
     },
+    "sglang/test_adapter_layouts.py": {
+        "test_servers_compute_with_the_adapter_of_every_layout": "*",
+    },
     "sglang/test_ahead.py": {
         "test_ahead_of_the_trainer": "*-2",
         "test_groups_that_finish_first": "*",
@@ -538,6 +541,18 @@ QUICK = {
     },
     "rl/test_weight_stream.py": {
         "test_every_tensor_arrives_once": "llama-1* qwen2-2-* qwen3-2-* deepseek-v3-* gpt-oss-2-*",
+    },
+    "sglang/test_adapter_layouts.py": {
+        "test_servers_compute_with_the_adapter_of_every_layout": "*'tp':?2}-tensor-*",
+    },
+    "sglang/test_adapter_runs.py": {
+        "test_a_server_that_answers_by_the_model_shows_in_the_first_batch_after_a_step": "",
+        "test_a_server_that_dies_in_a_batch_gets_the_adapter_when_it_is_back": "",
+    },
+    "sglang/test_adapters.py": {
+        "test_a_server_that_is_killed_during_an_update": "",
+        "test_an_adapter_that_changes_on_its_way_is_not_served": "",
+        "test_answers_to_a_load_that_say_nothing": "",
     },
     "sglang/test_ahead.py": {
         "test_ahead_of_the_trainer": "",

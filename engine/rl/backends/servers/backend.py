@@ -60,6 +60,7 @@ class ServerBackend(RolloutBackend):
         self.rank0 = RankZero(partial(explain, timeout=config.timeout), watchdog.patient)
         self._sync = weight_sync(config, model, self.rank0.group)
         self.receives: Receives = self._sync.receives
+        self.takes_adapter = self._sync.of_adapter
         self._version: int | None = None  # that the last complete update gave to all servers; on every rank
         self._valid_versions: set[int] = set()  # that tokens of requests in flight may have; on rank 0
         self._paused = False
@@ -69,7 +70,8 @@ class ServerBackend(RolloutBackend):
         self._router = server(config.router, config.timeout, key) if config.router else None
         self._incidents = Incidents(self._servers)
         self._keeps_weights = False  # whether colocated servers' weights survive giving back their memory
-        self._life = ServerLife(config, model, log_folder, self._servers, self._incidents, key)
+        options = self._sync.server_options
+        self._life = ServerLife(config, model, log_folder, self._servers, self._incidents, key, options)
         self._dispatcher = Dispatcher(
             config.concurrency,
             config.timeout,
@@ -139,8 +141,14 @@ class ServerBackend(RolloutBackend):
     def update_weights(self, buckets: Iterable[Bucket], version: int) -> None:
         """See `RolloutBackend`. Requests in flight stop for it and go on with the new weights; with rollout.colocated
         none may be, and the servers take back the memory of their weights first, and that of their caches when they
-        next generate."""
-        last, self._version = self._version, None
+        next generate.
+
+        Of an adapter requests in flight neither stop nor change to it, and an update that fails leaves the servers with
+        the one before.
+        """
+        last = self._version
+        if not self.takes_adapter:
+            self._version = None
         failure: Exception | None = None
         try:  # before a rank takes memory for a bucket, the servers have given theirs
             changed = self.rank0.run(lambda: self._begin_update(last))
@@ -156,7 +164,8 @@ class ServerBackend(RolloutBackend):
             failure = self.rank0.attempt(lambda: self._end_update(version))
         if failure is not None:
             self._incidents.count("syncs_retried")
-            self._abandon_update()
+            if not self.takes_adapter:
+                self._abandon_update()
         failure = self.rank0.agree(failure)
         self._sync.release()
         if failure is not None:
@@ -181,20 +190,27 @@ class ServerBackend(RolloutBackend):
         changed = last is None or set(self._life.served_versions().values()) != {last}
         self.sleep(["kv_cache"])  # a server that has just come up has all of its memory
         self.wake(["weights"])
-        on_all(self._servers, lambda server: server.pause())
-        on_all(self._servers, lambda server: server.flush_cache())
-        on_all(self._servers, lambda server: server.begin_update())
+        if self.takes_adapter and self._paused:
+            raise ValueError(
+                "update_weights() between pause() and resume(): the adapter of paused requests could not be unloaded, "
+                "and the next one would wait for that; resume() first"
+            )
+        if not self.takes_adapter:
+            on_all(self._servers, lambda server: server.pause())
+            on_all(self._servers, lambda server: server.flush_cache())
+            on_all(self._servers, lambda server: server.begin_update())
         self._sync.begin(self._servers)
         return changed
 
     def _end_update(self, version: int) -> None:
-        self._sync.end(self._servers)
-        on_all(self._servers, lambda server: server.end_update())
-        on_all(self._servers, lambda server: server.flush_cache())
+        self._sync.end(self._servers, version)
+        if not self.takes_adapter:
+            on_all(self._servers, lambda server: server.end_update())
+            on_all(self._servers, lambda server: server.flush_cache())
         self._valid_versions.add(version)  # before a token can have it
         # Only now, so that a server never claims a version of which it has a part.
         on_all(self._servers, lambda server: server.set_weight_version(version))
-        if not self._paused:
+        if not self.takes_adapter and not self._paused:
             on_all(self._servers, lambda server: server.resume())
         wrong = {str(server): found for server, found in self._life.served_versions().items() if found != version}
         if wrong:
@@ -202,7 +218,9 @@ class ServerBackend(RolloutBackend):
                 f"rollout.servers: weights of version {version} were sent, but what servers say they have is {wrong}; "
                 "see that no other run uses them"
             )
-        check_alike(self._servers)
+        if not self.takes_adapter:
+            check_alike(self._servers)
+        self._sync.tidy(self._servers)
 
     def _abandon_update(self) -> None:
         """After a failure: the servers hold a mixture, so what waits for them must end, and not go on with it."""
@@ -252,6 +270,7 @@ class ServerBackend(RolloutBackend):
         on_all(self._servers, try_resume)
         self._life.come_up(lambda server: server.check_health())
         self._incidents.take()  # one that was not there yet was not lost
+        self._sync.open(self._servers)
         if not self._config.colocated:
             return
         infos = on_all(self._servers, lambda server: server.info())

@@ -17,7 +17,10 @@ from isoloss.parallel.rank0 import is_main
 
 
 class ServerLife:
-    """The servers of rollout.servers, and with rollout.server_command their processes."""
+    """The servers of rollout.servers, and with rollout.server_command their processes.
+
+    options: options that the command is given.
+    """
 
     def __init__(
         self,
@@ -27,13 +30,15 @@ class ServerLife:
         servers: Sequence[Server],
         incidents: Incidents,
         key: ApiKey | None,
+        options: Sequence[str] = (),
     ):
         self._timeout, self._servers, self._incidents = config.timeout, servers, incidents
         self._processes: dict[Server, ServerProcess] = {}
         if config.server_command is not None and is_main():
             folder, logs = hf_folder(model).absolute(), Path(log_folder)
             self._processes = {
-                server: ServerProcess(config.server_command, server.url, folder, logs, key) for server in servers
+                server: ServerProcess(config.server_command, server.url, folder, logs, key, options)
+                for server in servers
             }
 
     def stop(self) -> None:

@@ -3,7 +3,7 @@
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,9 +23,19 @@ class ServerProcess:
 
     What it prints goes to `<log_folder>/server-<port>.log`, but for the key: SGLang prints its options, --api-key
     among them. Raises UserError where the command cannot be made out.
+
+    options: options behind the command, unless it has the first of them.
     """
 
-    def __init__(self, command: str, url: str, model: Path, log_folder: Path, key: ApiKey | None = None):
+    def __init__(
+        self,
+        command: str,
+        url: str,
+        model: Path,
+        log_folder: Path,
+        key: ApiKey | None = None,
+        options: Sequence[str] = (),
+    ):
         where = urlsplit(url)
         if where.port is None:
             raise UserError(f"rollout.servers={url!r} must name a port for rollout.server_command to serve on")
@@ -38,6 +48,8 @@ class ServerProcess:
                 f"rollout.server_command={command!r} cannot be read ({error}); placeholders are {{model}}, {{host}} "
                 "and {port}, other braces are written twice"
             ) from None
+        if options and options[0] not in self._command:
+            self._command += options
         self.url = url
         self._hides = [] if key is None else ["--hide", key.variable]
         self.log = log_folder / f"server-{where.port}.log"

@@ -210,7 +210,8 @@ class Server(ABC):
             body = reply.text
         if isinstance(body, dict):
             body = body.get("error") or body
-            body = body.get("message") or body.get("detail") or body if isinstance(body, dict) else body
+            if isinstance(body, dict):
+                body = body.get("message") or body.get("error_message") or body.get("detail") or body
         return " ".join(self._hidden(str(body)).split())[:500]
 
     def _hidden(self, text: str) -> str:
@@ -219,13 +220,21 @@ class Server(ABC):
 
 class WeightSync:
     """A way for weights to reach the servers: between `begin_update` and `end_update` of every server, bucket after
-    bucket. `begin`, `end` and, but for receives="owner", `send` are called on rank 0 alone.
+    bucket. `open`, `begin`, `end`, `tidy` and, but for receives="owner", `send` are called on rank 0 alone.
 
     receives: which ranks `prepare` needs the tensors on. Of "owner", the rank that has a bucket sends it too, one
         rank at a time.
+    of_adapter: whether an update is an adapter, beside the one in use: servers go on generating, and one that fails
+        leaves them as they were. Of others they stop, as their weights are replaced.
+    server_options: options that a server has to be started with.
     """
 
     receives: Receives
+    of_adapter: bool = False
+    server_options: Sequence[str] = ()
+
+    def open(self, servers: Sequence[Server]) -> None:
+        """Before the first update, when the servers have come up. Raises UserError for one that cannot take them."""
 
     def prepare(self, bucket: Bucket) -> Any:
         """Return the argument of `send` for the bucket of this rank; None for an empty bucket, which "owner" does not
@@ -241,8 +250,11 @@ class WeightSync:
     def send(self, servers: Sequence[Server], payload: Any) -> None:
         raise NotImplementedError
 
-    def end(self, servers: Sequence[Server]) -> None:
+    def end(self, servers: Sequence[Server], version: int) -> None:
         """After the last bucket."""
+
+    def tidy(self, servers: Sequence[Server]) -> None:
+        """After an update, once the servers use it."""
 
     def release(self) -> None:
         """Let go of the last bucket, which the servers have read, or will not."""

@@ -4,6 +4,7 @@ import base64
 import io
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
+from pickle import Pickler
 from typing import Any
 
 import torch
@@ -47,8 +48,9 @@ def flatten(bucket: Bucket) -> FlatBucket:
     return FlatBucket(torch.cat(parts), tuple(layout))
 
 
-def serialize(bucket: FlatBucket) -> str:
-    """The handle to a bucket as SGLang reads it: base64 of a pickle whose tensor is a reference to shared memory.
+def serialize(bucket: FlatBucket, *, in_memory: bool = True) -> str:
+    """The handle to a bucket as SGLang reads it: base64 of a pickle whose tensor is a reference to shared memory, which
+    is this machine's; with in_memory=False its bytes.
 
     The pickle names SGLang's class for the layout, which need not be installed here. In protocol 2 a class is spelt
     out as "c<module>\\n<name>\\n", without a length before it, so the module can be exchanged in the bytes.
@@ -58,7 +60,8 @@ def serialize(bucket: FlatBucket) -> str:
     set_sharing_strategy("file_system")
     try:
         buffer = io.BytesIO()
-        _Pickler(buffer, 2).dump({"flattened_tensor": bucket.flat_bytes, "metadata": list(bucket.layout)})
+        pickler = _Pickler(buffer, 2) if in_memory else Pickler(buffer, 2)
+        pickler.dump({"flattened_tensor": bucket.flat_bytes, "metadata": list(bucket.layout)})
     finally:
         set_sharing_strategy(strategy)
     ours, theirs = (f"c{module}\nFlattenedTensorMetadata\n".encode() for module in (__name__, METADATA_MODULE))

@@ -55,7 +55,18 @@ def together(servers: Sequence[Server], call: Callable[[Server], Any], here: Cal
 
 def own_address(url: str) -> str:
     """The address under which the server at `url` can reach this machine: that of our side of a way to it."""
+    return _addresses(url)[0]
+
+
+def is_here(url: str) -> bool:
+    """Return whether the server at `url` is on this machine: both sides of a way to it then have one address."""
+    own, other = _addresses(url)
+    return own == other
+
+
+def _addresses(url: str) -> tuple[str, str]:
+    """Return the addresses of both sides of a way from here to the server at `url`."""
     parts = urlsplit(url)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((parts.hostname or "localhost", parts.port or 80))  # of a datagram socket: sends nothing
-        return way.getsockname()[0]
+        return way.getsockname()[0], way.getpeername()[0]

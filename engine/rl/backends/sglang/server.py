@@ -23,9 +23,7 @@ class SGLangServer(Server):
     # ---- generation -------------------------------------------------------------------------------------------------
 
     def generate(self, request: Request, tokens: Sequence[int], sampling: Sampling, budget: int) -> Completion:
-        params = sampling_params(request, sampling, budget)
-        body = {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True}
-        reply = self.post("/generate", body)
+        reply = self.post("/generate", request_body(request, tokens, sampling, budget))
         try:
             return read_reply(request.id, reply)
         except ServerLost as lost:
@@ -111,16 +109,25 @@ class SGLangServer(Server):
         self.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
 
-def read_reply(request_id: str, reply: Mapping[str, Any]) -> Completion:
+def request_body(request: Request, tokens: Sequence[int], sampling: Sampling, budget: int) -> dict[str, Any]:
+    """Return the body of /generate."""
+    params = sampling_params(request, sampling, budget)
+    return {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True}
+
+
+def read_reply(request_id: str, reply: Mapping[str, Any], adapter: int | None = None) -> Completion:
     """The tokens of a reply of /generate. ServerLost where it is not of the form that it should have, or weights that
-    are not ours produced some of its tokens."""
+    are not ours produced some of its tokens.
+
+    adapter: version of the adapter that the request named, on weights that are the server's own.
+    """
     try:
-        return _completion(request_id, reply)
+        return _completion(request_id, reply, adapter)
     except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise ServerLost(f"a reply that cannot be read: {type(error).__name__}: {error}") from None
 
 
-def _completion(request_id: str, reply: Mapping[str, Any]) -> Completion:
+def _completion(request_id: str, reply: Mapping[str, Any], adapter: int | None) -> Completion:
     tokens, meta = reply["output_ids"], reply["meta_info"]
     finish, entries = meta["finish_reason"]["type"], meta["output_token_logprobs"]
     if any(type(token) is not int for token in tokens):  # True is one, too
@@ -141,10 +148,16 @@ def _completion(request_id: str, reply: Mapping[str, Any]) -> Completion:
             raise ValueError("spans of weight versions with gaps")
         told += [span["version"]] * (min(span["end"], len(tokens)) - span["start"])
     told += [meta["weight_version"]] * (len(tokens) - len(told))
-    strange = [version for version in told if version_of(version) is None]
-    if strange:
-        raise ServerLost(f"the server was restarted: its weights are {strange[0]!r}")
-    versions = [int(str(version)) for version in told]
+    if adapter is not None:
+        sent = [version for version in told if version_of(version) is not None]
+        if sent:
+            raise ServerLost(f"another run has sent weights to the server: its version is {sent[0]!r}")
+        versions = [adapter] * len(tokens)
+    else:
+        strange = [version for version in told if version_of(version) is None]
+        if strange:
+            raise ServerLost(f"the server was restarted: its weights are {strange[0]!r}")
+        versions = [int(str(version)) for version in told]
     return Completion(request_id, tokens, [entry[0] for entry in entries], versions, finish)
 
 

@@ -216,8 +216,8 @@ class DiskSync(WeightSync):
 
     receives = "rank 0"
 
-    def __init__(self, sync_dir: str | Path, model: str | Path):
-        self._sync_dir = Path(sync_dir).absolute()
+    def __init__(self, sync_dir: Path, model: str | Path):
+        self._sync_dir = sync_dir
         folder = hf_folder(model)
         self._arch, self._side_files = read_architecture(folder), SideFiles.of(folder)
         self._entries: list[dict[str, Entry]] = []
@@ -235,7 +235,7 @@ class DiskSync(WeightSync):
         self._dtype = self._dtype or str(payload[0][1].dtype).removeprefix("torch.")
         self._entries.append(write_shards(self._folder, f"bucket-{len(self._entries):05d}", payload))
 
-    def end(self, servers: Sequence[Server]) -> None:
+    def end(self, servers: Sequence[Server], version: int) -> None:
         finish(self._folder, self._entries)
         self._side_files.write(self._folder, replace(self._arch, dtype=self._dtype))
         # "auto", since a server that was started without weights (--load-format dummy) would else make some up again.
@@ -252,8 +252,13 @@ def weight_sync(config: RolloutConfig, model: str | Path, group: dist.ProcessGro
         return BroadcastSync(config.timeout)
     if config.weight_sync == "tensor":
         return TensorSync(group)
+    return DiskSync(sync_folder(config), model)
+
+
+def sync_folder(config: RolloutConfig) -> Path:
+    """Return the folder of rollout.weight_sync=disk. Raises UserError where none is named."""
     if config.sync_dir is None:
         raise UserError(
             "rollout.sync_dir=None must name a folder that trainer and servers see, with rollout.weight_sync=disk"
         )
-    return DiskSync(config.sync_dir, model)
+    return Path(config.sync_dir).absolute()
