@@ -1,5 +1,6 @@
 """The model of a run, as one noun: what training, generation and files ask of it."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ from isoloss.parallel import Mesh
 from isoloss.parallel.collectives import gather_rows, gather_shards, sum_gradient
 from isoloss.parallel.loss_head import LossHeadOptions, softcapped, unrounded_logits, vocab_parallel_logprobs
 from isoloss.parallel.ops.prepacked import PackedMatrix
+from isoloss.parallel.rank0 import is_main
+from isoloss.parallel.runtime.console import Progress
 
 
 def own_data(parameter: Tensor) -> Tensor:
@@ -161,10 +164,14 @@ class Model:
 
     @torch.no_grad()
     def load(self, source: WeightSource) -> None:
-        """Fill this rank's parameters, one weight in memory at a time. No collectives."""
-        for owned in self.owned():
-            whole = source.whole(owned.weight)
-            owned.parameter.copy_(owned.weight.mapping.shard(whole, owned.tp.size(), owned.tp.rank()))
+        """Fill this rank's parameters, one weight in memory at a time; rank 0 tells how far it is. No collectives."""
+        weights = self.owned()
+        nbytes = [math.prod(owned.weight.shape) * owned.parameter.element_size() for owned in weights]
+        with Progress("loading", "of weights", lambda: sum(nbytes), is_main(), nbytes=True) as progress:
+            for owned, number in zip(weights, nbytes):
+                whole = source.whole(owned.weight)
+                owned.parameter.copy_(owned.weight.mapping.shard(whole, owned.tp.size(), owned.tp.rank()))
+                progress.advance(number)
 
     def owned(self) -> list[LocalWeight]:
         """Every parameter and buffer of this rank, in the order of the model.

@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from isoloss.engine.instruments.console import say
-from isoloss.parallel.runtime import environment
+from isoloss.parallel.runtime import console, environment
+from isoloss.parallel.runtime.console import say
 
 STATUS = 130  # shells' status of a program that Ctrl-C ended
 # Seconds in which a second SIGINT counts as the same one under torchrun: a launcher may send SIGINT to every process of
@@ -24,10 +24,13 @@ SAME_SECONDS = 1.0
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[None]:
+def watched(*, last: bool = False) -> Iterator[None]:
     """Make Ctrl-C end this process with STATUS and one line. While training has its handler (`Preemption`), the second
     Ctrl-C does so. Nothing changes if SIGINT is ignored, as in the background of a script, or outside the main
-    thread."""
+    thread.
+
+    last: whether the process only ends afterwards, which may take a second. Ctrl-C then ends it without a traceback.
+    """
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         yield
@@ -42,7 +45,7 @@ def watched() -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(descriptor)
-        signal.signal(signal.SIGINT, handler)
+        signal.signal(signal.SIGINT, (lambda *_: os._exit(STATUS)) if last else handler)
         sender.close()  # ends the thread
         thread.join()
         receiver.close()
@@ -62,9 +65,13 @@ def _watch(signals: socket.socket) -> None:
             if signal.getsignal(signal.SIGINT) == _left_to_the_thread:
                 _end("interrupted")
             first = now
+            if torchrun:
+                console.leave()
             limit = environment.variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or "30"
             within = f" (torchrun kills it after TORCH_ELASTIC_SHUTDOWN_TIMEOUT={limit} seconds)" if torchrun else ""
             _report(f"interrupted: finishing the step under way and saving{within}; Ctrl-C again ends at once")
+        elif first is None and torchrun:  # whose agent tells of the signal it passes on, below the live part
+            console.leave()
         elif first is not None and _again(number, now - first, torchrun):
             _end("interrupted twice: the steps since the newest checkpoint are lost")
 
@@ -79,12 +86,13 @@ def _again(number: int, seconds: float, torchrun: bool) -> bool:
 
 def _end(why: str) -> None:
     """Report why, and end this process at once; its helpers end with it (`isoloss.parallel.runtime.processes`)."""
+    console.leave()
     _report(why)
     os._exit(STATUS)
 
 
 def _report(text: str) -> None:
     """Print a line, once per node."""
-    # On a terminal an empty line comes first, as the cursor is behind a progress bar and "^C".
+    # On a terminal an empty line comes first, as the cursor is behind "^C", which a live part would redraw.
     if environment.local_rank() == 0:
-        say(*([""] if sys.stderr.isatty() else []), f"isoloss: {text}", error=True)
+        say(*([""] if sys.stderr.isatty() and not console.is_live() else []), f"isoloss: {text}", error=True)

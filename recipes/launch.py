@@ -28,10 +28,10 @@ from isoloss.engine.config.help import terminal_help
 from isoloss.engine.config.parse import build, defaults, known_keys, mappings, unknown_key
 from isoloss.engine.config.schema import Config
 from isoloss.engine.instruments import startup
-from isoloss.engine.instruments.console import say
 from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import PreemptedError, UserError
 from isoloss.parallel.runtime import environment, program
+from isoloss.parallel.runtime.console import say
 from isoloss.parallel.runtime.errors import PREEMPTED
 from isoloss.recipes import command_line, config_files, interrupts
 from isoloss.recipes.config_files import ConfigFiles
@@ -75,7 +75,7 @@ def main(recipe: str, argv: Sequence[str] | None = None) -> int:
     error); 75 ended by a signal after saving; 130 the same by Ctrl-C. Any other end is a crash, which keeps its
     traceback.
     """
-    with interrupts.watched():
+    with interrupts.watched(last=argv is None):
         return _main(recipe, argv)
 
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from isoloss.engine.instruments.console import duration, say
 from isoloss.engine.run.records import CONFIG, EVALUATIONS, METRICS, NewRows, RunRecords
 from isoloss.engine.run.screen import Screen, summary
+from isoloss.parallel.runtime.console import duration, say
 from isoloss.parallel.runtime.errors import UserError
 from isoloss.tools import command_line
 

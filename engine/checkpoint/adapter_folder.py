@@ -10,7 +10,8 @@ from torch import Tensor
 
 from isoloss.models.lora.adapter import Adapter
 from isoloss.models.lora.factors import adapter_map
-from isoloss.models.lora.peft_folder import CONFIG, TENSORS, config_of, tensors_of
+from isoloss.models.lora.peft_config import CONFIG
+from isoloss.models.lora.peft_folder import TENSORS, config_of, tensors_of
 from isoloss.parallel import UserError
 from isoloss.parallel.collectives import gather_objects
 

@@ -334,7 +334,7 @@ def verify(folder: Path) -> tuple[dict[str, Any], Folder]:
     try:
         written = manifest.read(folder)
         names = sorted(written.files)[dist.get_rank() :: dist.get_world_size()]
-        manifest.check_checksums(folder, written, names)
+        manifest.check_checksums(folder, written, names, shown=dist.get_rank() == 0)
         # Loading uses these and reads neither file again: a pickle that was checked could be replaced until then.
         contents = pickle_check.read_common(folder), pickle_check.read_tensors(folder)
     except UserError as error:

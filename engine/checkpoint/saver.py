@@ -11,8 +11,8 @@ import torch.distributed as dist
 from isoloss.engine.checkpoint.checkpoint import NotWrittenError, Staged, prune
 from isoloss.engine.checkpoint.writer import HostCopies
 from isoloss.engine.config.schema import CheckpointConfig
-from isoloss.engine.instruments.console import say
 from isoloss.parallel.rank0 import is_main
+from isoloss.parallel.runtime.console import say
 from isoloss.parallel.runtime.process_group import host_group
 
 NICE = 10  # niceness that writing threads add to that of training

@@ -305,7 +305,7 @@ def adapters(setup: Setup) -> Refusals:
     config, lora = setup.config, setup.config.lora
     if lora.rank == 0:
         return
-    weights, has_experts = adapted_weights(setup.arch, lora.targets), setup.arch.experts is not None
+    weights = adapted_weights(setup.arch, lora.targets)
     if lora.expert_rank is not None and not any(weight.expert is not None for weight in weights):
         yield "lora.expert_rank", "is for experts that a router chooses, and none gets an adapter", "leave it at null"
     if config.model.transformer_engine:
@@ -314,10 +314,10 @@ def adapters(setup: Setup) -> Refusals:
     if config.moe.bias_update_rate > 0:
         why = "moves selection biases of the model, which is frozen under an adapter (lora.rank)"
         yield "moe.bias_update_rate", why, "set it to 0"
-    grouped = config.kernels.grouped_experts and config.train.precision == "bf16" and has_experts
-    if grouped and any(weight.expert is not None for weight in weights):
-        why = "multiplies by the weights of all experts at once, without their adapters (lora.targets)"
-        yield "kernels.grouped_experts", why, "set kernels.grouped_experts=false, or lora.targets=attention"
+    grouped = config.kernels.grouped_experts and config.train.precision == "bf16"
+    if grouped and lora.rank_of(expert=True) % 8 and any(weight.expert is not None for weight in weights):
+        why = f"needs rows of 16 bytes, and adapters of experts have rank {lora.rank_of(expert=True)} (lora.rank)"
+        yield "kernels.grouped_experts", why, "use a multiple of 8 (lora.expert_rank), or kernels.grouped_experts=false"
     if config.parallel.gradient_accumulation_fusion:
         why = "is for weights of the model, which is frozen under an adapter (lora.rank)"
         yield "parallel.gradient_accumulation_fusion", why, "leave it at null"

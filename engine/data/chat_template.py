@@ -181,15 +181,25 @@ def asks_for_the_date(folder: Path) -> bool:
 
 
 def check_tools(value: Any, place: str) -> list[dict[str, Any]] | None:
-    """Return the `tools` of a row, JSON schemas of functions, from a list or from JSON text. Raises UserError."""
-    if isinstance(value, str):
-        try:
-            value = parse_json(value)
-        except ValueError as error:
-            raise UserError(f"{place}: `tools` is {error}: fix it") from None
-    if value is None or (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
-        return value
-    raise UserError(f"{place}: `tools` must be a list of JSON schemas of functions, not {shown(value)}")
+    """Return the `tools` of a row, JSON schemas of functions: a list, whose entries may be JSON text, or JSON text of
+    one. Raises UserError."""
+    value = _parsed(value, "tools", place)
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise UserError(f"{place}: `tools` must be a list of JSON schemas of functions, not {shown(value)}")
+    tools = [_parsed(tool, f"tools[{number}]", place) for number, tool in enumerate(value)]
+    for number, tool in enumerate(tools):
+        if not isinstance(tool, dict):
+            raise UserError(f"{place}: `tools[{number}]` must be a JSON schema of a function, not {shown(tool)}")
+    return tools
+
+
+def _parsed(value: Any, name: str, place: str) -> Any:
+    try:
+        return parse_json(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise UserError(f"{place}: `{name}` is {error}: fix it") from None
 
 
 def refuse_tools(template: Template, key: str) -> None:

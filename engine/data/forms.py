@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from isoloss.engine.data.files.values import listed, parse_json, shown
+from isoloss.engine.data.messages import WEIGHTS
 from isoloss.parallel.runtime.errors import UserError
 
 Messages = list[Any]
@@ -112,7 +113,9 @@ def sharegpt(values: Mapping[str, Any], place: str) -> Messages:
         others = {field: entry for field, entry in turn.items() if field not in ("from", "value")}
         speaker, said = turn["from"], turn["value"]
         if speaker in CALL:
-            messages.append({"role": "assistant", "tool_calls": calls(said, f"{where}.value", place), **others})
+            called = {"role": "assistant", "tool_calls": calls(said, f"{where}.value", place), **others}
+            several = number > 0 and turns[number - 1].get("from") in CALL
+            messages.append(with_calls(messages.pop(), called, where, place) if several else called)
         elif speaker in SPEAKERS:
             messages.append({"role": SPEAKERS[speaker], "content": said, **others})
         else:
@@ -132,6 +135,26 @@ def calls(value: Any, name: str, place: str) -> list[Any]:
         {"type": "function", "function": call} if isinstance(call, dict) and "function" not in call else call
         for call in (found if isinstance(found, list) else [found])
     ]
+
+
+def with_calls(before: Mapping[str, Any], message: Mapping[str, Any], where: str, place: str) -> dict[str, Any]:
+    """Return one message of the assistant with what `before` says and the calls of both: calls in a row are made at
+    once, and a chat template would end the turn between two messages.
+
+    where: the name of `message`. Raises UserError for a call that is learned where the other message is not, or not as
+    much.
+    """
+    if weights_of(before) != weights_of(message):
+        fields = listed(sorted({*weights_of(before), *weights_of(message)}))
+        raise UserError(
+            f"{place}: `{where}` is a call of the turn before it, and a turn is learned whole or not: give both the "
+            f"same {fields}"
+        )
+    return {**before, **message, "tool_calls": [*(before.get("tool_calls") or ()), *message["tool_calls"]]}
+
+
+def weights_of(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {field: message[field] for field in WEIGHTS if message.get(field) is not None}
 
 
 def with_functions(values: dict[str, Any], key: str | None, place: str) -> dict[str, Any]:

@@ -102,6 +102,18 @@ class Mixture:
             )
         ]
 
+    def repeat_lines(self, taken: int, row: str, step: str) -> list[str]:
+        """Return a line for the user about each source of whose rows a step takes each several times.
+
+        taken: rows of a step, batch.global_size. row, step: words for a row and a step.
+        """
+        return [
+            f"data: a {step} takes every {row} of {name} {taken * share / size:.1f} times: {share:.2%} of "
+            f"batch.global_size={taken:,} is more than its {size:,} {row}s"
+            for name, size, share in zip(self.names, self.sizes, self.shares)
+            if taken * share > size
+        ]
+
 
 def _time(number, share):
     """Return where draw `number` of a source stands; increasing, and the same for arrays as for numbers."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from isoloss.engine.data.messages import THOUGHTS, check_messages, says_something
+from isoloss.engine.data.mixture import Mixture
 from isoloss.engine.data.rows import Row
 
 EMPTY_TURN, LOST_THOUGHT, OWN_SYSTEM = "empty_turn", "lost_thought", "own_system"
@@ -56,16 +57,26 @@ def digest(tokens_T: np.ndarray) -> bytes:
     return hashlib.blake2b(np.ascontiguousarray(tokens_T, "<i4").data, digest_size=16).digest()
 
 
-def repeat_lines(train: Iterable[bytes], held_out: Iterable[bytes], taken: int, row: str, step: str) -> list[str]:
+def repeat_lines(
+    train: Iterable[bytes],
+    held_out: Iterable[bytes],
+    taken: int,
+    row: str,
+    step: str,
+    mixture: Mixture | None = None,
+) -> list[str]:
     """Return lines about rows that a run sees more than once an epoch, or both in training and in evaluation.
 
     train, held_out: digests of the rows of data.train and data.eval.
     taken: rows of a step, batch.global_size.
     row, step: words for a row and a step in the lines.
+    mixture: the sources of data.train, if they have weights.
     """
     train, held_out = list(train), list(held_out)
     known, lines = set(train), []
-    if taken > len(train):
+    if mixture is not None:
+        lines += mixture.repeat_lines(taken, row, step)
+    elif taken > len(train):
         lines.append(
             f"data: a {step} takes every {row} {taken / len(train):.1f} times: batch.global_size={taken:,} is more "
             f"than the {len(train):,} {row}s of data.train"

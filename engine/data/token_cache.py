@@ -24,7 +24,7 @@ from isoloss.engine.data.token_shards import Shard
 from isoloss.engine.data.tokenizing import Tokenized
 from isoloss.parallel.runtime.errors import UserError
 
-FORMAT = 7  # version of the folder's files and of the tokenization; folders of other versions are not read
+FORMAT = 8  # version of the folder's files and of the tokenization; folders of other versions are not read
 
 
 def cache_key(paths: Sequence[str], tokenizer_dir: str, **options) -> str:

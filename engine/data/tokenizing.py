@@ -21,7 +21,7 @@ from isoloss.engine.data.token_shards import (
     shard_path,
     tokenize_shard,
 )
-from isoloss.engine.instruments.console import Progress
+from isoloss.parallel.runtime.console import Progress
 from isoloss.parallel.runtime.errors import UserError
 
 # Seconds in which this process tokenizes alone. Processes take as long to start, as they import transformers: so what

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from isoloss.engine.data.files.values import listed, shown
-from isoloss.engine.data.forms import Messages, calls
-from isoloss.engine.data.messages import WEIGHTS, called
+from isoloss.engine.data.files.values import shown
+from isoloss.engine.data.forms import Messages, calls, with_calls
+from isoloss.engine.data.messages import called
 from isoloss.parallel.runtime.errors import UserError
 
 CALL, RESULT = "tool_call", "tool_response"
@@ -49,22 +49,12 @@ def add_call(messages: Messages, message: Mapping[str, Any], where: str, place: 
             "fix it, or drop the row"
         )
     others = {field: entry for field, entry in message.items() if field not in ("role", "content")}
-    before = messages[-1] if messages and role_of(messages[-1]) == "assistant" else None
-    if before is None:
-        messages.append({"role": "assistant", **others, "tool_calls": found})
-        return
-    if weights_of(before) != weights_of(message):
-        fields = listed(sorted({*weights_of(before), *weights_of(message)}))
-        raise UserError(
-            f"{place}: `{where}` is a call of the turn before it, and a turn is learned whole or not: give both the "
-            f"same {fields}"
-        )
-    messages[-1] = {**before, **others, "tool_calls": [*(before.get("tool_calls") or ()), *found]}
+    made = {"role": "assistant", **others, "tool_calls": found}
+    if messages and role_of(messages[-1]) == "assistant":
+        messages[-1] = with_calls(messages[-1], made, where, place)
+    else:
+        messages.append(made)
 
 
 def role_of(message: Any) -> Any:
     return message.get("role") if isinstance(message, Mapping) else None
-
-
-def weights_of(message: Mapping[str, Any]) -> dict[str, Any]:
-    return {field: message[field] for field in WEIGHTS if message.get(field) is not None}

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from io import FileIO
 from pathlib import Path
 
-from isoloss.engine.instruments.console import say
 from isoloss.parallel import UserError
+from isoloss.parallel.runtime.console import say
 
 MOST_WAITING = 2**30  # bytes that may wait in memory for the disk
 

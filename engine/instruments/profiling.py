@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from isoloss.engine.instruments.console import say
+from isoloss.parallel.runtime.console import say
 
 # Depth by phase, in the order of a step. A phase of depth 2 is part of the one of depth 1 before it.
 PHASES = {

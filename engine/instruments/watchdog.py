@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 import psutil
 import torch
 
-from isoloss.engine.instruments.console import say
+from isoloss.parallel.runtime.console import say
 
 SECONDS_FOR_OTHERS = 10.0  # seconds to wait for the stacks of other ranks
 ISOLOSS = f"{Path(__file__).parents[2]}{os.sep}"

@@ -36,10 +36,10 @@ from isoloss.engine.data.mixture import Mixture, mixture_of, order_of
 from isoloss.engine.data.remarks import digest
 from isoloss.engine.data.rows import Row, count_rows, listed, shown, unread_rows
 from isoloss.engine.data.turn_ends import turn_ends
-from isoloss.engine.instruments.console import Progress
 from isoloss.engine.rl.trajectory import Prompt
 from isoloss.models.weights.side_files import declared_stops
 from isoloss.parallel.runtime import environment
+from isoloss.parallel.runtime.console import Progress
 from isoloss.parallel.runtime.errors import UserError
 
 PROMPT_KEYS = ("prompt", "messages")

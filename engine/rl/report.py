@@ -171,7 +171,8 @@ def banner(config: RLConfig, data: RLData, run: Run) -> list[str]:
             lines += mapping_lines(key, rows.forms, config.data, prompts=True) if rows else []
             lines += remark_lines(key, {}, {OWN_SYSTEM: rows.keep_system}) if rows else []
         held_out_digests = data.eval.digests() if data.eval else ()
-        lines += repeat_lines(data.train.digests(), held_out_digests, config.batch.global_size, "prompt", "batch")
+        taken, mixed = config.batch.global_size, data.train.mixture
+        lines += repeat_lines(data.train.digests(), held_out_digests, taken, "prompt", "batch", mixed)
     lines.append(work)
     return run.banner("", lines, f"optimizer steps, rollouts by {rollout.backend}")
 

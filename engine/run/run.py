@@ -15,7 +15,6 @@ from isoloss.engine.checkpoint.saver import Saver
 from isoloss.engine.checkpoint.writer import HostCopies
 from isoloss.engine.config.schema import Config
 from isoloss.engine.instruments import watchdog
-from isoloss.engine.instruments.console import say
 from isoloss.engine.instruments.profiling import StepProfile
 from isoloss.engine.instruments.startup import Garbage
 from isoloss.engine.instruments.watchdog import Watchdog
@@ -48,6 +47,7 @@ from isoloss.parallel import PreemptedError
 from isoloss.parallel.ops import flash_linear_attention
 from isoloss.parallel.rank0 import is_main
 from isoloss.parallel.runtime import device
+from isoloss.parallel.runtime.console import say
 from isoloss.parallel.runtime.process_group import host_group
 
 FIRST_EVAL = "first_eval"  # in the state of a checkpoint: the evaluation before training, and the files of its rows
@@ -288,6 +288,7 @@ class Run:
     def _leave(self, received: signal.Signals) -> NoReturn:
         self._saver.wait(last=True)
         folder = step_folder(self.output_dir, self.done)
+        self.metrics.end_progress()
         self.print([f"told to end by {received.name}: saved {folder}; go on with checkpoint.resume=true"])
         raise PreemptedError(received)
 

@@ -4,10 +4,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from isoloss.engine.instruments.console import Bar, LivePart, duration, on_terminal, say
+from isoloss.parallel.runtime.console import Bar, LivePart, duration, on_terminal, say
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.text import Text
 
 Row = Mapping[str, float]
 
@@ -34,6 +35,7 @@ MORE_FIELDS = {
 }
 LEVELS = "▁▂▃▄▅▆▇█"
 MOST_LEVELS = 60  # columns of a curve
+MOST_LINES = 3  # of numbers, in the live view
 
 
 def summary(row: Row, hidden: Collection[str] = (), trend: float | None = None) -> str:
@@ -127,7 +129,6 @@ class StepView:
         self._bar, self._row, self._history, self._hidden = bar, row, history, hidden
 
     def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "RenderResult":
-        from rich.columns import Columns
         from rich.text import Text
 
         change = trend(self._history)
@@ -136,13 +137,32 @@ class StepView:
         others = [Text(text) for text in fields(self._row, FIELDS, self._hidden)]
         more = [Text(text, "dim") for text in fields(self._row, MORE_FIELDS, self._hidden)]
         yield self._bar
-        yield Columns([*first, *others, *more], padding=(0, 3))
+        yield _arranged([*first, *others, *more], console, options)
         for key in headlines(self._row)[:1] if len(self._history) > 1 and not options.ascii_only else ():
             name, decimals = HEADLINES[key]
             ends = f"{min(self._history):.{decimals}f} to {max(self._history):.{decimals}f}"
             room = min(MOST_LEVELS, options.max_width - len(name) - len(ends) - 2)
             if room >= Bar.LEAST:
                 yield Text.assemble(f"{name} ", (curve(self._history, room), "cyan"), f" {ends}")
+
+
+def _arranged(texts: "Sequence[Text]", console: "Console", options: "ConsoleOptions") -> "RenderableType":
+    """Return numbers in columns; without room for these, one behind the other, and without those at the end that do not
+    fit."""
+    from rich.columns import Columns
+    from rich.console import Group
+    from rich.text import Text
+
+    columns = Columns(texts, padding=(0, 3))
+    if len(console.render_lines(columns, options)) <= MOST_LINES:
+        return columns
+    lines: list[list[Text]] = []
+    for text in texts:
+        if lines and sum(len(other) + 2 for other in lines[-1]) + len(text) <= options.max_width:
+            lines[-1].append(text)
+        elif len(lines) < MOST_LINES:
+            lines.append([text])
+    return Group(*(Text("  ").join(line) for line in lines))
 
 
 def curve(values: Sequence[float], columns: int) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import TrainConfig
-from isoloss.engine.instruments.console import say
 from isoloss.engine.instruments.files import JsonLines
 from isoloss.engine.run.metrics import finite_or_text
 from isoloss.engine.step.engine import Limits, OptimResult
 from isoloss.engine.step.forward_backward import StepMetrics
 from isoloss.parallel import UserError
+from isoloss.parallel.runtime.console import say
 
 WINDOW = 64  # steps of which the median is taken
 FEWEST = 10  # steps before the median is used

@@ -152,7 +152,8 @@ def banner(config: Config, data: RunData, run: Run) -> list[str]:
 def odd_rows(config: Config, data: RunData) -> list[str]:
     """Return lines about rows that may be mistakes."""
     held_out = data.eval.digests() if data.eval else ()
-    lines = remarks.repeat_lines(data.train.digests(), held_out, config.batch.global_size, "row", "step")
+    taken, mixture = config.batch.global_size, data.train.mixture
+    lines = remarks.repeat_lines(data.train.digests(), held_out, taken, "row", "step", mixture)
     for key, rows in (("data.train", data.train), ("data.eval", data.eval)):
         lines += mapping_lines(key, rows.stats.forms, config.data) if rows else []
         lines += remarks.remark_lines(key, rows.stats.forms, rows.stats.remarks) if rows else []

@@ -20,6 +20,7 @@ from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder, read_architecture
 from isoloss.models.kinds.weight import Weight
 from isoloss.models.lora.initial import InitialFactors
+from isoloss.models.lora.peft_source import initial_factors
 from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.distcp import is_checkpoint
@@ -120,6 +121,8 @@ def open_weights(path: str | Path, arch: Architecture) -> WeightSource:
 
 def factors_of(config: Config, arch: Architecture) -> WeightSource:
     """Return the source of the factors that an adapter begins with."""
+    if config.lora.init is not None:
+        return initial_factors(config.lora.init, arch, config.lora)
     return InitialFactors(config.train.seed if config.lora.seed is None else config.lora.seed)
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from isoloss.models.conversion.tensors import KeptTensor, MergedRows, SplitPart
+from isoloss.models.conversion.tensors import KeptTensor, MergedRows, SplitPart, UpdatedTensor
 from isoloss.models.weights.manifest import FileRecord
 from isoloss.parallel.runtime.errors import UserError
 
 # What a file consists of: tensors, bytes, or the bytes of a small file. Any thread may ask tensors for their blocks,
 # which raise UserError where a source is damaged; the repr of tensors is unique.
-Content = MergedRows | SplitPart | KeptTensor | bytes | Path
+Content = MergedRows | SplitPart | KeptTensor | UpdatedTensor | bytes | Path
 
 
 @dataclass(frozen=True)

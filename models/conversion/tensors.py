@@ -117,6 +117,54 @@ class KeptTensor:
             yield fetch(block, self.path)
 
 
+@dataclass(frozen=True)
+class Update:
+    """A product of two thin factors, for a matrix [rows, columns]: scale * left [rows, r] right [r, columns]."""
+
+    left: Tensor
+    right: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class UpdatedTensor:
+    """A tensor of a Hugging Face file with products added: to a matrix, or to each of several.
+
+    The sum is made in fp64 and rounded once, to the type of the file.
+
+    view: of the mapped file `path`, [rows, columns] or [matrices, rows, columns].
+    origin: file of the factors.
+    updates: of each matrix.
+    """
+
+    name: str
+    path: Path
+    origin: Path
+    view: Tensor = field(repr=False)
+    updates: tuple[Update, ...] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return self.view.nbytes
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return self.path, self.origin
+
+    def blocks(self) -> Iterator[Tensor]:
+        matrices = self.view if self.view.ndim == 3 else self.view[None]
+        for matrix, update in zip(matrices, self.updates, strict=True):
+            left, right = (fetch(factor, self.origin).double() for factor in (update.left, update.right))
+            step = max(1, BLOCK_BYTES // (matrix.shape[1] * torch.float64.itemsize))
+            for rows, part in zip(matrix.split(step), left.split(step), strict=True):
+                check_finite(fetch(rows, self.path), self.name, self.path)
+                summed = torch.addmm(rows.double(), part, right, alpha=update.scale).to(matrix.dtype)
+                if not is_finite(summed):
+                    kind = str(matrix.dtype).removeprefix("torch.")
+                    raise UserError(f"{self.name} with its adapter holds numbers too large for {kind}, its type")
+                yield summed
+
+
 def parts_of(weights: Sequence[Weight]) -> Mapping[str, Sequence[tuple[Weight, int]]]:
     """Hugging Face tensors in the order of the map, and what each consists of, row by row: a weight, and the number of
     its part. Raises ValueError where the map uses one not once, or a weight is not as large as its parts."""

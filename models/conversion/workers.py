@@ -7,7 +7,6 @@ import ctypes
 import hashlib
 import json
 import os
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -15,11 +14,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
 
-from tqdm import tqdm
-
 from isoloss.models.conversion.hashed_file import PIECE_BYTES, HashedFile, write_whole
 from isoloss.models.conversion.plan import FilePlan, OutputFile, Source
 from isoloss.models.weights.manifest import FileRecord, crc32
+from isoloss.parallel.runtime.console import Progress
 from isoloss.parallel.runtime.errors import UserError
 
 _MMAP_THRESHOLD = -3  # of mallopt: from this size on, memory that is freed goes back to the system at once
@@ -49,8 +47,8 @@ class Work:
             libc.mallopt(_MMAP_THRESHOLD, 1 << 20)
         checked = [source for source in self._plan.sources if source.checksum]
         total = self._plan.nbytes + sum(source.nbytes for source in checked)
-        self._bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
-        with self._bar, ThreadPoolExecutor(num_threads) as threads:
+        self._shown = Progress(label, "", lambda: total, nbytes=True)
+        with self._shown, ThreadPoolExecutor(num_threads) as threads:
             try:
                 for done in as_completed([threads.submit(job, of) for job, of in self._jobs()]):
                     done.result()
@@ -72,7 +70,7 @@ class Work:
         name = hashlib.sha256(str(source.path).encode()).hexdigest()
         path, record = self._partial / "journal" / "sources" / name, FileRecord(source.nbytes, source.checksum or "")
         if _read_record(path) == record:
-            self._progress(source.nbytes)
+            self._progress(source.nbytes, before=True)
         else:
             _check_source(source, self._progress)
             _write_record(path, record)
@@ -82,7 +80,7 @@ class Work:
         try:
             record = _read_record(journal)
             if record and _is_whole(path, file.nbytes, record):
-                self._progress(file.nbytes)
+                self._progress(file.nbytes, before=True)
                 with self._lock:
                     self.kept += file.nbytes
             else:
@@ -98,11 +96,12 @@ class Work:
             raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
         self.records[file.name] = record
 
-    def _progress(self, nbytes: int) -> None:
+    def _progress(self, nbytes: int, *, before: bool = False) -> None:
+        """Count bytes as done. before: by an earlier run."""
         if self._stop.is_set():
             raise _Stopped
         with self._lock:
-            self._bar.update(nbytes)
+            (self._shown.skip if before else self._shown.advance)(nbytes)
 
 
 def _write_record(path: Path, record: FileRecord) -> None:

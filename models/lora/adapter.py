@@ -71,7 +71,7 @@ class Adapter:
 
     def __init__(self, frozen: FrozenModel, lora: LoraConfig):
         """Make the factors, with uninitialised values. Raises UserError as `adapter_map`."""
-        self._frozen, self.lora = frozen, lora
+        self._frozen, self.lora, self._off = frozen, lora, False
         model = frozen.model
         self._of_weight = {factors.base.name: factors for factors in adapter_map(model.arch, lora)}
         self.layers: list[tuple[Any, LayerAdapter]] = []
@@ -135,20 +135,18 @@ class Adapter:
     # ------------------------------------------------------------------------------------------------------------------
 
     def activate(self) -> None:
-        """Let the model compute with this adapter."""
-        self._frozen.current = self
-
-    def deactivate(self) -> None:
-        """Let the model compute without an adapter."""
-        self._frozen.current = None
+        """Let the model compute with this adapter; within `off` without any."""
+        self._frozen.current = None if self._off else self
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Let the model compute without an adapter for a while."""
-        self.deactivate()
+        """Let the model compute without an adapter where it would with this one."""
+        self._off = True
+        self.activate()
         try:
             yield
         finally:
+            self._off = False
             self.activate()
 
     @torch.no_grad()

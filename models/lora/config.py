@@ -29,17 +29,28 @@ class LoraConfig(Keys, group="lora"):
     expert_rank: int | None = key(
         None, "Rank of the adapters of experts that a router chooses; null: lora.rank.", at_least=1
     )
+    init: str | None = key(
+        None,
+        "Folder of an adapter, PEFT's or isoloss's, to start from in place of random factors A and B = 0. Rank, alpha, "
+        "scaling and targets have to be those of the folder.",
+    )
     seed: int | None = key(None, "Seed of the random factors A (B starts at 0); null: train.seed.")
 
     def __post_init__(self):
         super().__post_init__()
         require(bool(self.targets), "lora.targets", list(self.targets), "must name something: all, or some matrices")
         if self.rank == 0:
+            require(
+                self.init is None, "lora.init", self.init,
+                "is an adapter to start from: set lora.rank to its rank, which adapter_config.json calls r",
+            )  # fmt: skip
             given = {"expert_rank": self.expert_rank, "seed": self.seed}
             for name, value in given.items():
                 require(
                     value is None, f"lora.{name}", value, "is for adapters: set lora.rank, as to 16, or leave it out"
                 )
+        if self.init is not None:
+            require(self.seed is None, "lora.seed", self.seed, "is for random factors: leave it out with lora.init")
 
     def resume_fingerprint(self) -> dict[str, object]:
         """Return the values that a resumed run must not change, by key, as plain values; none without an adapter."""

@@ -105,7 +105,7 @@ def adapter_map(arch: Architecture, lora: LoraConfig) -> tuple[Factors, ...]:
     Raises UserError for a target that the model does not have, and for some tensors of a merged weight without the
     others.
     """
-    return tuple(_factors(weight, lora) for weight in adapted_weights(arch, lora.targets))
+    return tuple(factors_of(weight, lora) for weight in adapted_weights(arch, lora.targets))
 
 
 def num_factors(arch: Architecture, lora: LoraConfig) -> int:
@@ -115,10 +115,10 @@ def num_factors(arch: Architecture, lora: LoraConfig) -> int:
 
 def adapted_weights(arch: Architecture, targets: Sequence[str]) -> tuple[Weight, ...]:
     """Return the weights that `targets` (lora.targets) names. Raises UserError as `adapter_map`."""
-    linears = list(_linears(arch))
+    found = list(linears(arch))
     groups = [target for target in targets if target in GROUPS]
     names = [target for target in targets if target not in GROUPS]
-    known = list(dict.fromkeys(leaf for weight, _ in linears for leaf in leaves(weight)))
+    known = list(dict.fromkeys(leaf for weight, _ in found for leaf in leaves(weight)))
     for name in names:
         if name not in known:
             raise UserError(
@@ -126,7 +126,7 @@ def adapted_weights(arch: Architecture, targets: Sequence[str]) -> tuple[Weight,
                 f"{', '.join(GROUPS)}"
             )
     chosen = []
-    for weight, groups_of_weight in linears:
+    for weight, groups_of_weight in found:
         mine = [leaf in names for leaf in leaves(weight)]
         if groups_of_weight.intersection(groups) or all(mine):
             chosen.append(weight)
@@ -146,7 +146,7 @@ def leaves(weight: Weight) -> list[str]:
     return [_module(part).rsplit(".", 1)[-1] for part in weight.parts]
 
 
-def _linears(arch: Architecture) -> Iterator[tuple[Weight, set[str]]]:
+def linears(arch: Architecture) -> Iterator[tuple[Weight, set[str]]]:
     """Yield the weights that an adapter can target, with the names in GROUPS that include them."""
     for weight in weight_map(arch):
         if weight.layer is None or not weight.name.endswith(".weight"):
@@ -160,8 +160,8 @@ def _linears(arch: Architecture) -> Iterator[tuple[Weight, set[str]]]:
             yield weight, {"all", "mlp"} | ({"experts"} if weight.expert is not None else set())
 
 
-def _factors(base: Weight, lora: LoraConfig) -> Factors:
-    rank, turned = lora.rank_of(expert=base.expert is not None), _is_turned(base.mapping)
+def factors_of(base: Weight, lora: LoraConfig) -> Factors:
+    rank, turned = lora.rank_of(expert=base.expert is not None), is_turned(base.mapping)
     a, b = [], []
     for part in base.parts:
         outputs, inputs = part.shape[::-1] if turned else part.shape
@@ -189,7 +189,7 @@ def _factors(base: Weight, lora: LoraConfig) -> Factors:
     )
 
 
-def _is_turned(mapping: Any) -> bool:
+def is_turned(mapping: Any) -> bool:
     """Return whether Hugging Face stores the matrix as [in, out]."""
     return isinstance(mapping, TransposedRowParallel | InterleavedGatedMLP)
 

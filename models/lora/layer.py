@@ -81,13 +81,14 @@ class LayerAdapter:
 
     a, b: [P*r, I] and [O, r].
     part_O: number of the Hugging Face tensor of each row of B.
+    runs: rows of B, and the columns of what A makes that they are multiplied by.
     """
 
     factors: Factors
     a: nn.Parameter
     b: nn.Parameter
     part_O: Tensor
-    _runs: list[tuple[slice, slice]] = field(init=False)
+    runs: list[tuple[slice, slice]] = field(init=False)
 
     def __post_init__(self):
         rank, start, runs = self.factors.rank, 0, []
@@ -95,7 +96,7 @@ class LayerAdapter:
             stop = start + len(list(rows))
             runs.append((slice(start, stop), slice(part * rank, (part + 1) * rank)))
             start = stop
-        self._runs = runs
+        self.runs = runs
         self._parts = len(self.factors.base.parts)
         self._place_O = torch.arange(len(self.part_O), device=self.b.device)
         self.part_O = self.part_O.to(self.b.device)
@@ -127,30 +128,30 @@ class LayerAdapter:
 
     def add(self, out_RO: Tensor, low: Tensor, b: Tensor) -> None:
         """Add the products of low [R, P*r] with the rows of B: those of a tensor with the columns of its A."""
-        if len(self._runs) > self._parts:  # the tensors' rows alternate, as those of heads
+        if len(self.runs) > self._parts:  # the tensors' rows alternate, as those of heads
             add_product(out_RO, low, self._spread(b).T)
             return
-        for rows, columns in self._runs:
+        for rows, columns in self.runs:
             add_product(out_RO[:, rows], low[:, columns], b[rows].T)
 
     def product(self) -> Tensor:
         """Return what the adapter adds to this rank's weight, [O, I] fp64."""
         added = self.b.new_zeros(len(self.b), self.a.shape[1], dtype=torch.float64)
-        for rows, columns in self._runs:
+        for rows, columns in self.runs:
             added[rows] = self.b[rows].double() @ self.a[columns].double()
         return added * self.factors.scale
 
     def back(self, grad_RO: Tensor, b: Tensor) -> Tensor:
         """Return the gradient of `low`, [R, P*r]."""
-        if len(self._runs) > self._parts:
+        if len(self.runs) > self._parts:
             return product(grad_RO, self._spread(b))
-        return torch.cat([product(grad_RO[:, rows], b[rows]) for rows, _ in self._runs], 1)
+        return torch.cat([product(grad_RO[:, rows], b[rows]) for rows, _ in self.runs], 1)
 
     def gradient_of_b(self, grad_RO: Tensor, low: Tensor) -> Tensor:
-        if len(self._runs) > self._parts:
+        if len(self.runs) > self._parts:
             wide = product(grad_RO.T, low).unflatten(1, (self._parts, -1))
             return wide[self._place_O, self.part_O]
-        return torch.cat([product(grad_RO[:, rows].T, low[:, columns]) for rows, columns in self._runs], 0)
+        return torch.cat([product(grad_RO[:, rows].T, low[:, columns]) for rows, columns in self.runs], 0)
 
     def _spread(self, b: Tensor) -> Tensor:
         """Return B as [O, P*r], with each row in the columns of its tensor."""

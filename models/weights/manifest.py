@@ -9,12 +9,13 @@ import json
 import os
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from isoloss.models.weights.checkpoint_names import Style
+from isoloss.parallel.runtime.console import Progress
 from isoloss.parallel.runtime.errors import UserError
 
 NAME = "isoloss.json"
@@ -120,16 +121,26 @@ def check_sizes(folder: str | Path, manifest: Manifest) -> None:
             )
 
 
-def check_checksums(folder: str | Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:
+def check_checksums(
+    folder: str | Path, manifest: Manifest, names: Iterable[str] | None = None, *, shown: bool = False
+) -> None:
     """Check that these files (default: all) hold the bytes that were written; read them whole.
 
+    shown: whether to tell the user how far the check is.
     Raises DamagedError naming the first that does not.
     """
     folder = Path(folder)
     check_sizes(folder, manifest)
-    for name in manifest.files if names is None else names:
+    names = list(manifest.files if names is None else names)
+    total = sum(manifest.files[name].bytes for name in names)
+    with Progress("checking", f"of {folder}", lambda: total, shown, nbytes=True) as progress:
+        _check_each(folder, manifest, names, progress.advance)
+
+
+def _check_each(folder: Path, manifest: Manifest, names: Iterable[str], report: Callable[[int], None]) -> None:
+    for name in names:
         try:
-            found = crc32(folder / name)
+            found = crc32(folder / name, report)
         except OSError as error:
             raise DamagedError(
                 f"{folder / name} cannot be read ({error.strerror}); copy the checkpoint again"
@@ -138,11 +149,13 @@ def check_checksums(folder: str | Path, manifest: Manifest, names: Iterable[str]
             raise DamagedError(f"{folder / name} is damaged (its CRC-32 differs); copy or convert the checkpoint again")
 
 
-def crc32(path: Path) -> str:
+def crc32(path: Path, report: Callable[[int], None] = lambda nbytes: None) -> str:
+    """Return the checksum of a file. report: called with the number of bytes read since."""
     checksum = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             checksum = zlib.crc32(block, checksum)
+            report(len(block))
     return f"{checksum:08x}"
 
 

@@ -42,15 +42,15 @@ def view(mapped: mmap.mmap, offset: int, dtype: torch.dtype, shape: Sequence[int
     return torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset).view(tuple(shape))
 
 
-def safetensors_views(path: Path) -> dict[str, Tensor]:
-    """The tensors of the types in DTYPES of a file that the safetensors library has opened, by name."""
+def safetensors_views(path: Path, dtypes: Mapping[str, torch.dtype] = DTYPES) -> dict[str, Tensor]:
+    """The tensors of the types in `dtypes` of a file that the safetensors library has opened, by name."""
     mapped = map_file(path)
     start = 8 + int.from_bytes(mapped[:8], "little")
     header = json.loads(mapped[8:start])
     return {
-        name: view(mapped, start + entry["data_offsets"][0], DTYPES[entry["dtype"]], entry["shape"])
+        name: view(mapped, start + entry["data_offsets"][0], dtypes[entry["dtype"]], entry["shape"])
         for name, entry in header.items()
-        if name != "__metadata__" and entry["dtype"] in DTYPES
+        if name != "__metadata__" and entry["dtype"] in dtypes
     }
 
 

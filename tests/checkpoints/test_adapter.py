@@ -95,7 +95,11 @@ def test_gpt_oss_in_peft(pool, one_rank, monkeypatch, tmp_path):
         (LoraConfig(rank=4, alpha=8.0, scaling="sqrt-rank"), {"r": 4, "lora_alpha": 16.0, "rank_pattern": {}}),
         (
             LoraConfig(rank=4, alpha=8.0, expert_rank=2),
-            {"rank_pattern": {r".*\.experts\..*": 2}, "alpha_pattern": {r".*\.experts\..*": 8.0}},
+            # PEFT joins gate and up of an expert.
+            {
+                "rank_pattern": {r".*\.experts\.gate_up_proj": 4, r".*\.experts\..*": 2},
+                "alpha_pattern": {r".*\.experts\.gate_up_proj": 16.0, r".*\.experts\..*": 8.0},
+            },
         ),
     ],
 )

@@ -136,3 +136,11 @@ def test_a_program_of_ones_own_gets_the_second_one():
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_while_python_ends_ctrl_c_gives_no_traceback():
+    """Imports take seconds to undo."""
+    leaves = "import signal; from isoloss.recipes import interrupts\nwith interrupts.watched(last=True): pass\n"
+    command = [sys.executable, "-c", f"{leaves}signal.raise_signal(signal.SIGINT)"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

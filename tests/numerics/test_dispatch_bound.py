@@ -25,6 +25,7 @@ from isoloss.engine.config.schema import (
 from isoloss.engine.run.metrics import metrics_row
 from isoloss.engine.step.engine import OptimResult
 from isoloss.engine.step.forward_backward import StepMetrics
+from isoloss.models.lora.config import LoraConfig
 from isoloss.tools.prove.parity import freeze
 
 SAMPLES = freeze(make_samples((40, 17, 29, 33, 60, 9), VOCAB))
@@ -93,6 +94,16 @@ def test_a_bound_changes_no_number(pool, tiny_hf, layout, memory, bound):
     found = pool.run(world, grouped.steps, case, SAMPLES, "token-mean", 2, True)
     assert_same(found, wanted)
     assert_run_again(found, bound)
+
+
+def test_adapters_of_experts_are_computed_at_once(pool, tiny_hf):
+    """B leaves 0 with the first step."""
+    folder = tiny_hf("qwen3-moe", **ALIGNED)
+    case = replace(config(folder, "ep2+dp2", KEEP), lora=LoraConfig(rank=8, alpha=64.0))
+    wanted = pool.run(2, grouped.steps, case, SAMPLES, "token-mean", 3, False)
+    found = pool.run(2, grouped.steps, case, SAMPLES, "token-mean", 3, True)
+    assert_same(found, wanted)
+    assert all(step.counts["layers"] > 0 for steps, _ in found for step in steps)
 
 
 @pytest.mark.parametrize("bound", (ENOUGH, TOO_SMALL))

@@ -205,13 +205,8 @@ def test_packed_products_keep_the_adapter(one_rank, reference):
 def test_what_does_not_hold_adapters_says_so(one_rank, reference, tmp_path):
     folder, _ = reference("qwen3")
     engine = world.make_engine(folder)
-    calls = (
-        lambda: engine.export_hf(tmp_path / "hf"),
-        lambda: next(engine.weight_stream(1 << 20, "rank 0")),
-    )
-    for call in calls:
-        with pytest.raises(UserError, match=r"lora.rank=3: .* without the adapter"):
-            call()
+    with pytest.raises(UserError, match=r"lora.rank=3: export_hf\(\) writes no adapter"):
+        engine.export_hf(tmp_path / "hf")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -15,12 +15,15 @@ from pathlib import Path
 import psutil
 import pytest
 from rl import reward_faults
+from support.runs.terminal import terminal
 from support.runs.waiting import LONG, until
 
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.rl.config import RewardConfig
+from isoloss.engine.rl.reward.pool import Call, RewardPool
 from isoloss.engine.rl.reward.rewarder import BUILT_IN, Rewarder, Scored, check_rewarded
 from isoloss.engine.rl.trajectory import Completion, Prompt, Trajectory
+from isoloss.parallel.runtime.console import LivePart
 from isoloss.parallel.runtime.errors import UserError
 
 TINY = str(files("isoloss.recipes") / "assets" / "tiny")
@@ -587,3 +590,14 @@ def test_a_forged_answer_costs_its_own_completion_only(forged, score, write, tmp
     assert first.error is not None and says in first.error
     assert other.error is None and other.parts["f"] == 1
     assert not mark.exists()
+
+
+def test_what_functions_print_stands_above_the_live_view(tmp_path, monkeypatch):
+    (tmp_path / "printing.py").write_text("def score(completion):\n    print('scored', completion)\n    return 1.0\n")
+    with terminal(monkeypatch, 80) as screen:
+        part = LivePart()
+        part.draw("the view", now=True)
+        pool = RewardPool([f"{tmp_path}/printing.py:score"], 1, 100.0)
+        assert pool.run([Call(0, {"completion": text}) for text in ("a", "b")]) == [1.0, 1.0]
+        pool.close()
+        assert screen.read() == ["scored a", "scored b", "the view", ""]

@@ -8,6 +8,7 @@ import pickletools
 import signal
 import subprocess
 import sys
+from itertools import count
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ import torch
 from doubles.sglang_server import Unpickler
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.runs.terminal import terminal
 from support.runs.waiting import LONG, until
 from torch.multiprocessing import get_sharing_strategy
 
@@ -27,7 +29,7 @@ from isoloss.engine.rl.backends.sglang.group import own_address
 from isoloss.engine.rl.backends.sglang.server import SGLangServer, read_reply, sampling_params
 from isoloss.engine.rl.trajectory import Request, Sampling
 from isoloss.parallel import UserError
-from isoloss.parallel.runtime import environment, processes
+from isoloss.parallel.runtime import console, environment, processes
 
 # ---------------------------------------------------------------------------------------------------- replies, requests
 
@@ -261,6 +263,24 @@ def test_one_that_is_killed_while_it_starts_is_started_once_more(tmp_path, capsy
     with pytest.raises(UserError, match="ended twice"):
         server.wait_ready(lambda: False, LONG)
     assert server.log.read_text().count("$ bash") == 2 and capsys.readouterr().out.count("started once more") == 1
+
+
+def test_a_start_that_takes_long_is_told(tmp_path, monkeypatch, capsys):
+    """In few lines of a log, and on a terminal by a bar that vanishes, also if the server never serves."""
+    monkeypatch.setattr(console, "monotonic", count(0, 3).__next__)
+    monkeypatch.setattr(f"{ServerProcess.__module__}.POLL_SECONDS", 0.0)
+    server, looks = ServerProcess("sleep 1003", "http://127.0.0.1:7", tmp_path, tmp_path), count(1)
+    server.start()
+    server.wait_ready(lambda: next(looks) > 6, 600.0)
+    assert capsys.readouterr().err.splitlines() == [
+        f"starting the server for http://127.0.0.1:7  0:00:{seconds:02} of 0:10:00" for seconds in (6, 18)
+    ]
+    with terminal(monkeypatch, 100) as screen:
+        answers = iter([False, False, False])
+        with pytest.raises(StopIteration):  # as any failure
+            server.wait_ready(lambda: next(answers), 600.0)
+        assert screen.read() == [""] and "starting the server for http://127.0.0.1:7" in screen.raw
+    server.stop()
 
 
 def test_a_server_needs_a_port(tmp_path):

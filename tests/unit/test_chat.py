@@ -110,11 +110,16 @@ def test_template_that_renders_the_last_turn_otherwise(tokenizer):
 
 
 @pytest.mark.parametrize("template", (PLAIN_TOOLS, MARKED_TOOLS), ids=("prefixes", "marks"))
-@pytest.mark.parametrize("tools", ([ADD], [ADD, ADD], json.dumps([ADD]), [], None), ids=("1", "2", "text", "0", "none"))
+@pytest.mark.parametrize(
+    "tools",
+    ([ADD], [ADD, ADD], json.dumps([ADD]), [json.dumps(ADD), ADD], [], None),
+    ids=("1", "2", "text", "texts", "0", "none"),
+)
 def test_tools_reach_the_template(tokenizer, template, tools):
     """Tokens and mask are those of transformers, with the same tools, on the template that marks its turns."""
     tokenizer.chat_template = MARKED_TOOLS
     given = json.loads(tools) if isinstance(tools, str) else tools
+    given = [json.loads(tool) if isinstance(tool, str) else tool for tool in given] if given else given
     expected = tokenizer.apply_chat_template(CALLING, tools=given, return_dict=True, return_assistant_tokens_mask=True)
     tokenizer.chat_template = template
     row = {"messages": CALLING} if tools is None else {"messages": CALLING, "tools": tools}
@@ -296,7 +301,8 @@ def test_text_every_token_but_the_first(tokenizer):
             ["`messages[0].content[1]`", "type 'image'", "text alone"],
         ),
         ({"messages": CHAT, "tools": {"name": "add"}}, ["`tools` must be a list", "dict"]),
-        ({"messages": CHAT, "tools": ["add"]}, ["`tools` must be a list", "list ['add']"]),
+        ({"messages": CHAT, "tools": ["add"]}, ["`tools[0]` is not JSON", "fix it"]),
+        ({"messages": CHAT, "tools": [ADD, "7"]}, ["`tools[1]` must be a JSON schema of a function, not int 7"]),
         ({"messages": CHAT, "tools": "[{"}, ["`tools` is not JSON"]),
         ({"text": "a b", "tools": [ADD]}, ["`tools` reaches the model through the chat template", "`text`"]),
         ({"prompt": "a", "completion": "b", "tools": [ADD]}, ["`tools` reaches", "`prompt`"]),

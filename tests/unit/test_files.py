@@ -12,11 +12,11 @@ from support.runs.runs import rows_of
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from isoloss.engine.instruments import files
-from isoloss.engine.instruments.console import say
 from isoloss.engine.instruments.files import AppendOnlyFile, JsonLines, replace_text
 from isoloss.engine.rl.report import RolloutLog
 from isoloss.engine.run.metrics import MetricsLog
 from isoloss.parallel import UserError
+from isoloss.parallel.runtime.console import say
 
 
 @pytest.fixture

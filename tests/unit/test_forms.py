@@ -134,6 +134,8 @@ def test_what_reads_like_a_preference_and_is_none():
         ({"messages": [CALL_SWIFT, RESULT_SWIFT | {"content": {"a": 1}}]}, "`messages[1].content`, the result of a"),
         ({"messages": [assistant("t", loss=False), CALL_SWIFT]}, "give both the same loss"),
         ({"messages": [CALL_SWIFT | {"loss": True}, CALL_SWIFT | {"loss": False}]}, "give both the same loss"),
+        ({"conversations": [{"from": "function_call", "value": "{}", "weight": weight} for weight in (1, 0)]},
+         "`conversations[1]` is a call of the turn before it, and a turn is learned whole or not"),
         ({"messages": SKY, "functions": [{}], "tools": [{}]}, "the row has `functions` and `tools`"),
         ({"messages": SKY, "functions": "f"}, "`functions` must be a list of JSON schemas"),
         ({"messages": [system("s"), *SKY], "system": "t"}, "a column `system` and a system message in `messages`"),

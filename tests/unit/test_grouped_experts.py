@@ -27,6 +27,7 @@ from isoloss.models.mcore.moe.grouped_experts import (
 # Rows of each expert: uneven, some without any, one with all, none at all.
 COUNTS = ((5, 3, 8), (0, 7, 0), (16, 0, 0), (0, 0, 0), (1,))
 HIDDEN, INNER = 24, 16
+PLAIN = (None, None)  # without adapters
 
 
 def problem(counts, dtype):
@@ -73,6 +74,55 @@ def test_the_same_as_one_by_one(monkeypatch, counts, known, again):
     compare_with_one_by_one(counts, known, again, "swiglu")
 
 
+RANK, SCALE = 3, 0.7
+
+
+def merged(counts, rows, weights, *tensors):
+    """As `one_by_one`, of W + scale * B A: of gate and up each has an A of its own."""
+    experts, rest = len(counts), tensors[2 * len(counts) :]
+    a_in, b_in, a_out, b_out = (rest[k * experts : (k + 1) * experts] for k in range(4))
+    inner, outer = tensors[:experts], tensors[experts : 2 * experts]
+    of_gate_and_up = [
+        w + SCALE * torch.cat([b[:INNER] @ a[:RANK], b[INNER:] @ a[RANK:]]) for w, a, b in zip(inner, a_in, b_in)
+    ]
+    return one_by_one(
+        counts, rows, weights, *of_gate_and_up, *(w + SCALE * b @ a for w, a, b in zip(outer, a_out, b_out))
+    )
+
+
+@pytest.mark.parametrize("again", (False, True), ids=("kept", "again"))
+@pytest.mark.parametrize("known", (False, True), ids=("on the device", "on the host"))
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_adapters_are_those_of_merged_weights(monkeypatch, counts, known, again):
+    monkeypatch.setattr(grouped_experts, "grouped_mm", grouped.product)
+    ends, tensors, grad = problem(counts, torch.float64)
+    experts, rng = len(counts), torch.Generator().manual_seed(5)
+    shapes = ((2 * RANK, HIDDEN), (2 * INNER, RANK), (RANK, INNER), (HIDDEN, RANK))
+    factors = [
+        torch.randn(shape, generator=rng, dtype=torch.float64).requires_grad_()
+        for shape in shapes
+        for _ in range(experts)
+    ]
+    halves = [slice(0, INNER), slice(INNER, 2 * INNER)], [slice(0, RANK), slice(RANK, 2 * RANK)]
+    whole = [(slice(0, HIDDEN), slice(0, RANK))]
+    linears = grouped_experts.Between([*zip(*halves)], SCALE), grouped_experts.Between(whole, SCALE)
+    empty = [expert for expert, rows in enumerate(counts) if not rows] if known else None
+
+    def at_once(rows, weights, *tensors):
+        inner, outer = tensors[:experts], tensors[experts : 2 * experts]
+        for frozen in (*inner, *outer):
+            frozen.requires_grad_(False)
+        rest = tensors[2 * experts :]
+        mine = (*inner, *rest[: 2 * experts], *outer, *rest[2 * experts :])
+        return _Experts.apply(rows, weights, ends, again, empty, WEIGHTED["swiglu"], linears, *mine)
+
+    wanted = results(partial(merged, counts), [*tensors, *factors], grad)
+    found = at_once(*tensors, *factors)
+    gradients = torch.autograd.grad(found, [*tensors[:2], *factors], grad)
+    for one, other in zip([found, *gradients], [*wanted[:3], *wanted[3 + 2 * experts :]], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("again", (False, True), ids=("kept", "again"))
 def test_geglu_is_the_same_as_one_by_one(monkeypatch, again):
     monkeypatch.setattr(grouped_experts, "grouped_mm", grouped.product)
@@ -86,6 +136,7 @@ def compare_with_one_by_one(counts, known, again, activation):
         again,
         [expert for expert, rows in enumerate(counts) if not rows] if known else None,
         WEIGHTED[activation],
+        PLAIN,
     )
     found = results(lambda rows, weights, *more: _Experts.apply(rows, weights, *how, *more), tensors, grad)
     for one, other in zip(
@@ -102,7 +153,7 @@ def test_torchs_own_product_is_as_good_in_bf16(counts):
     wanted = results(partial(one_by_one, counts), exact, grad)
     _, rounded, grad = problem(counts, torch.bfloat16)
     found = results(
-        lambda rows, weights, *more: _Experts.apply(rows, weights, ends, False, None, WEIGHTED["swiglu"], *more),
+        lambda rows, weights, *more: _Experts.apply(rows, weights, ends, False, None, WEIGHTED["swiglu"], PLAIN, *more),
         rounded,
         grad,
     )
@@ -127,7 +178,7 @@ def test_gradients_are_added_where_megatron_keeps_them(monkeypatch):
         matrix.main_grad, matrix.grad_added_to_main_grad = torch.ones_like(matrix), False
         matrix.register_post_accumulate_grad_hook(woken.append)
     for _ in range(2):
-        _Experts.apply(*tensors[:2], ends, False, None, WEIGHTED["swiglu"], *tensors[2:]).backward(grad)
+        _Experts.apply(*tensors[:2], ends, False, None, WEIGHTED["swiglu"], PLAIN, *tensors[2:]).backward(grad)
     for matrix, gradient in zip(tensors[2:], wanted, strict=True):
         assert matrix.grad_added_to_main_grad
         torch.testing.assert_close(matrix.main_grad, 1 + 2 * gradient, rtol=1e-12, atol=1e-12)
@@ -142,7 +193,7 @@ def test_what_is_computed_again_is_not_kept(monkeypatch):
     def kept(again):
         nbytes = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: nbytes.append(t.nbytes), lambda t: t):
-            _Experts.apply(*tensors[:2], ends, again, None, WEIGHTED["swiglu"], *tensors[2:])
+            _Experts.apply(*tensors[:2], ends, again, None, WEIGHTED["swiglu"], PLAIN, *tensors[2:])
         return sum(nbytes)
 
     assert kept(False) - kept(True) == 16 * 2 * INNER * 8

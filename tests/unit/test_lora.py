@@ -101,7 +101,11 @@ def test_initial_factors():
             {"parallel": ParallelConfig(overlap_param_gather=True)},
             "lora.rank. are gathered at once",
         ),
-        (SPARSE, {"train": TrainConfig(precision="bf16")}, "kernels.grouped_experts=true multiplies by the weights"),
+        (
+            SPARSE,
+            {"train": TrainConfig(precision="bf16")},
+            "needs rows of 16 bytes, and adapters of experts have rank 2",
+        ),
     ],
 )
 def test_what_an_adapter_cannot_do(arch, changes, says):

@@ -217,9 +217,9 @@ def test_a_certified_folder_holds_what_was_written_and_nothing_else(tmp_path):
     (tmp_path / "a").write_bytes(b"123")
     written = {"a": FileRecord(3, "884863d2")}  # the CRC-32 of b"123"
     (tmp_path / "conversion.json").write_text("{}")
-    verify._check_files(tmp_path, written)
+    verify.check_files(tmp_path, written)
     (tmp_path / "b").write_bytes(b"")
     with pytest.raises(Unverified, match="b was not written"):
-        verify._check_files(tmp_path, written)
+        verify.check_files(tmp_path, written)
     with pytest.raises(Unverified, match="c is missing"):
-        verify._check_files(tmp_path, {**written, "b": FileRecord(0, "00000000"), "c": FileRecord(1, "0")})
+        verify.check_files(tmp_path, {**written, "b": FileRecord(0, "00000000"), "c": FileRecord(1, "0")})

@@ -1,5 +1,6 @@
 """Rows that can be trained on and may not be what was meant: counted, and told at the start."""
 
+import dataclasses
 from importlib.resources import files
 from types import SimpleNamespace
 from typing import Any
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 from support.runs.runs import write_rows
 
-from isoloss.engine.config.schema import BatchConfig, Config, DataConfig, ModelConfig
+from isoloss.engine.config.data_config import WeightedFile
+from isoloss.engine.config.schema import BatchConfig, Config, DataConfig, ModelConfig, TrainConfig
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.dataset import load_dataset
+from isoloss.engine.data.mixture import Mixture
 from isoloss.engine.data.remarks import digest, remark_lines, repeat_lines
 from isoloss.engine.rl.config import RLConfig, RLDataConfig
 from isoloss.engine.rl.prompts import load_prompts
@@ -136,3 +139,40 @@ def test_both_recipes_tell_them(load, tmp_path, one_rank):
     begins = ["data: a batch takes every prompt 2.3 times", "data: 1 of 3 prompts", "data: 1 of 1 prompts of data.eval"]
     assert [line[: len(begin)] for line, begin in zip(lines[1:4], begins)] == begins
     assert lines[4].endswith("7 prompts x 8 completions -> 1 mini-batch of 56 x 1 epoch")
+
+
+def test_a_source_of_a_mixture_that_a_step_takes_several_times():
+    """By hand: 3/4 of 40 is 30 of 10 rows, 1/4 is 10 of 100."""
+    mixture = Mixture(("a.jsonl", "b.jsonl"), (10, 100), (3.0, 1.0))
+    lines = repeat_lines(digests(*range(110)), [], 40, "row", "step", mixture)
+    assert lines == [
+        "data: a step takes every row of a.jsonl 3.0 times: 75.00% of batch.global_size=40 is more than its 10 rows"
+    ]
+    assert repeat_lines(digests(*range(110)), [], 13, "row", "step", mixture) == []
+    one = repeat_lines(digests(*range(110)), [], 440, "row", "step", mixture)
+    assert [line[:48] for line in one] == [
+        "data: a step takes every row of a.jsonl 33.0 tim", "data: a step takes every row of b.jsonl 1.1 time",
+    ]  # fmt: skip
+
+
+def test_both_recipes_tell_them_of_a_mixture(load, tmp_path, one_rank):
+    """Seven of two files: the one that has most of the weight repeats, the other does not."""
+    rows = [{"prompt": f"a {n}", "completion": "b"} for n in range(12)]
+    write_rows(tmp_path / "a.jsonl", rows[:2])
+    write_rows(tmp_path / "b.jsonl", rows[2:])
+    files = tuple(WeightedFile(str(tmp_path / name), weight) for name, weight in (("a.jsonl", 3.0), ("b.jsonl", 1.0)))
+    mixture = Mixture(tuple(file.path for file in files), (2, 10), (3.0, 1.0))
+    train = dataclasses.replace(load(*rows), mixture=mixture)
+    lines = loop.odd_rows(Config(ModelConfig(TINY), batch=BatchConfig(8)), loop.RunData(train, None, 1, (), None))
+    assert lines[0].startswith(f"data: a step takes every row of {tmp_path}/a.jsonl 3.0 times: 75.00% of")
+    assert not any("step takes" in line for line in lines[1:])
+
+    data = RLDataConfig(files)
+    prompts = load_prompts(data, "train", load_tokenizer(TINY, 2048), max_prompt_tokens=99)
+    config = RLConfig(ModelConfig(TINY), data=data, batch=BatchConfig(8), train=TrainConfig(steps=1))
+    rl_data: Any = SimpleNamespace(train=prompts, eval=None, rejects=lambda _: SimpleNamespace(lines=lambda _: []))
+    run: Any = SimpleNamespace(output_dir="here", total_steps=1, banner=lambda weights, lines, work: lines)
+    taken = [line for line in banner(config, rl_data, run) if "takes every" in line]
+    assert [line.partition(":")[2][:60] for line in taken] == [
+        f" a batch takes every prompt of {tmp_path}/a.jsonl 3.0 times"[:60]
+    ]

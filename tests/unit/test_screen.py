@@ -1,15 +1,17 @@
 """What a terminal shows of a run, byte by byte, at three widths; trends and curves."""
 
 import math
+import os
 import re
+import subprocess
 import sys
 
 import pytest
 from support.runs.terminal import terminal
 
-from isoloss.engine.instruments import console
-from isoloss.engine.instruments.console import Progress, Wait, say
-from isoloss.engine.run.screen import Screen, curve, summary, trend
+from isoloss.engine.run.screen import FIELDS, MORE_FIELDS, Screen, curve, fields, headline, summary, trend
+from isoloss.parallel.runtime import console
+from isoloss.parallel.runtime.console import Progress, Wait, say
 
 SFT = {"loss": 12.3456, "grad_norm": 1.25, "lr": 3e-4, "tokens_per_second": 1234567.0, "mfu": 0.345, "seconds": 1.25}
 RL = {
@@ -45,11 +47,28 @@ def test_no_number_is_cut(monkeypatch, clock, columns, kind, row):
         text = "\n".join(lines)
         assert [number for number in NUMBERS[kind] if number not in text] == []
         assert ("━" * 10 in lines[0]) and lines[-2].startswith(("loss ▁", "reward ▁")[kind == "rl"])
-        assert (
-            len(lines) <= (9 if columns == 60 else 7)
-            and lines[-1] == ""
-            and (screen.row, screen.column) == (len(lines) - 1, 0)
-        )
+        assert len(lines) <= 5 + 1 and lines[-1] == "" and (screen.row, screen.column) == (len(lines) - 1, 0)
+
+
+@pytest.mark.parametrize("columns", [24, 40, 50, 60, 80])
+def test_numbers_that_have_no_room_are_left_out_from_the_end(monkeypatch, clock, columns):
+    """Whole ones; those that matter most stay."""
+    with terminal(monkeypatch, columns) as screen:
+        view = Screen(0, 100)
+        for step in (1, 2):
+            clock[0] += 1
+            view.show(step, RL, 1.0)
+        lines = screen.read()[:-1]
+        shown = [part for line in lines for part in re.split(" {2,}", line)]
+        every = [*headline(RL), *fields(RL, FIELDS), *fields(RL, MORE_FIELDS)]
+        kept = [number for number in every if number in shown]
+        rows = [line for line in lines if any(number in line for number in kept)]
+        assert len(rows) <= 3 and all(len(line) < columns for line in lines)
+        assert kept[0] == every[0] and (columns < 60 or kept == every[: len(kept)])
+        assert set(shown) - set(kept) <= {
+            part for line in lines if line not in rows for part in re.split(" {2,}", line)
+        }
+        assert len(kept) == {24: 3, 40: 7, 50: 9, 60: 11, 80: 12}[columns]
 
 
 @pytest.mark.parametrize("columns", [60, 100, 200])
@@ -170,3 +189,39 @@ def test_a_curve_has_the_means_of_equal_parts():
     assert curve([0.0, 7.0, 3.5], 60) == "▁█▅"
     assert curve([0.0, 0.0, 7.0, 7.0, 1.0, 1.0], 3) == "▁█▂"
     assert curve([2.0, 2.0], 9) == "▁▁"
+
+
+def test_other_processes_print_above_the_live_view(monkeypatch, clock):
+    """Whole lines, also those of a process that is killed; what it began is passed on at the end."""
+    with terminal(monkeypatch, 80) as screen:
+        view = Screen(0, 3)
+        view.show(1, {"loss": 0.5}, 1.0)
+        relay = console.Relay()
+        command = "echo from a reward function; echo 'and an error' >&2; printf begun; kill -9 $$"
+        done = subprocess.run(["sh", "-c", command], stdout=relay.descriptor, stderr=relay.descriptor)
+        relay.close()
+        relay.close()
+        assert done.returncode == -9
+        *lines, bar, loss, nothing = screen.read()
+        assert lines == ["from a reward function", "and an error", "begun"]
+        assert bar.startswith("step 1/3 ") and loss == "loss 0.5000" and nothing == ""
+
+
+def test_other_processes_print_to_a_log_themselves(capfd):
+    relay = console.Relay()
+    assert relay.descriptor == 2
+    relay.close()
+    assert os.fstat(2)
+
+
+def test_all_parts_are_left_and_the_next_line_stands_below(monkeypatch, clock):
+    with terminal(monkeypatch, 80) as screen:
+        out = sys.stdout
+        assert not console.is_live()
+        for step in (1, 2):
+            Screen(0, 3).show(step, {"loss": 0.5}, 1.0)
+        assert console.is_live()
+        console.leave()
+        assert not console.is_live() and sys.stdout is out
+        say("below")
+        assert [line[:8] for line in screen.read()] == ["step 1/3", "loss 0.5", "step 2/3", "loss 0.5", "below", ""]

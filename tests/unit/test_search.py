@@ -14,6 +14,7 @@ from isoloss.engine.memory.limits import GIB, room
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import UserError
+from isoloss.parallel.runtime import console
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.plan import __main__ as plan
 from isoloss.tools.plan import plans as presets
@@ -44,6 +45,28 @@ def of(tmp_path):
 
 def seconds(config, arch, gpus, gpu=H100):
     return timed(config, arch, config.parallel.layout().with_world(gpus), (0.0,), gpu).seconds
+
+
+# ---- what it says ----------------------------------------------------------------------------------------------------
+
+
+def test_a_long_search_tells_how_far_it_is(of, monkeypatch, capsys):
+    """Candidates are compared: each layout with each size of a micro-batch that the batch admits."""
+    clock, tried = [0.0], []
+
+    def nothing_fits(config, arch, layout, gpu):
+        clock[0] += 0.5
+        tried.append((layout, config.batch.max_tokens // 8192))
+
+    monkeypatch.setattr(console, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(searching, "least_recomputed", nothing_fits)
+    config, arch = of("8b", "batch.global_size=16")
+    assert list(searching.fitting([config], arch, 8, H100)) == []
+    assert {rows for _, rows in tried} == {1, 2, 4} and all(rows * layout.dp <= 16 for layout, rows in tried)
+    assert len(set(tried)) == len(tried) > 40
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"searching 10 of {len(tried)} layouts and micro-batches  2 a second  ETA 0:0")
+    assert second.startswith(f"searching 30 of {len(tried)} layouts")
 
 
 # ---- what is fast ----------------------------------------------------------------------------------------------------

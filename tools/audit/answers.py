@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from isoloss.engine.instruments.console import Progress
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.reward.rewarder import BUILT_IN, Rewarder
 from isoloss.engine.rl.trajectory import Completion, Prompt
+from isoloss.parallel.runtime.console import Progress
 
 SCORED = 10_000  # rows of a split, evenly chosen of more: a verifier may take milliseconds an answer
 BATCH = 256  # completions of a call

@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from isoloss.engine.data.remarks import digest
-from isoloss.engine.instruments.console import Progress
+from isoloss.parallel.runtime.console import Progress
 
 SHINGLE, SIMILAR = 5, 0.8
 BANDS, ROWS = 12, 4

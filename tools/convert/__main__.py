@@ -1,8 +1,11 @@
-"""Convert checkpoints between Hugging Face and Megatron-Core, without a GPU.
+"""Convert checkpoints between Hugging Face and Megatron-Core, and adapters (LoRA), without a GPU.
 
     python -m isoloss.tools.convert hf-to-mcore --hf DIR --out DIR [--dtype bf16] [--verify]
     python -m isoloss.tools.convert mcore-to-hf --checkpoint DIR --out DIR [--dtype bf16] [--verify]
     python -m isoloss.tools.convert mcore-to-hf --checkpoint DIR --out DIR --hf DIR --keep-unused
+    python -m isoloss.tools.convert export-adapter --checkpoint DIR --out DIR
+    python -m isoloss.tools.convert import-adapter --adapter DIR --hf DIR --out DIR
+    python -m isoloss.tools.convert merge --hf DIR --adapter DIR --out DIR [--verify]
 
 --dry-run prints what would be done. Files are written by several threads, under a temporary name next to --out that
 is renamed at the end: --out is absent or complete. A run that was interrupted goes on where it was when it is started
@@ -17,6 +20,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from isoloss.parallel import UserError
 from isoloss.tools import command_line
@@ -27,11 +31,11 @@ DTYPES = ("bf16", "fp16", "fp32")
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     from isoloss.models.conversion.transfer import AGAIN  # these take seconds: help and a mistake do not wait for them
-    from isoloss.tools.convert import commands as conversions
+    from isoloss.tools.convert import adapters, commands
     from isoloss.tools.convert.verify_models import Unverified
 
     try:
-        getattr(conversions, arguments.command)(arguments)
+        getattr(adapters if hasattr(adapters, arguments.command) else commands, arguments.command)(arguments)
         return 0
     except Unverified as error:
         print(f"isoloss: not verified: {error}; do not use {arguments.out}", file=sys.stderr)
@@ -74,7 +78,43 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--keep-unused", action="store_true", help=unused)
     _add_common(command)
     command.set_defaults(command="mcore_to_hf")
+    _add_adapters(commands)
     return parser
+
+
+def _add_adapters(commands: Any) -> None:
+    command = commands.add_parser(
+        "export-adapter",
+        help="a checkpoint of an adapter into a folder that PEFT, transformers and servers load",
+        description="Write the adapter (LoRA) in a checkpoint of isoloss, saved at any layout, as PEFT does.",
+    )
+    which = "the checkpoint, or the folder of a run: then its newest one"
+    command.add_argument("--checkpoint", required=True, type=Path, metavar="DIR", help=which)
+    base = "folder of the model that it was trained on, for the name of the base and those of tensors"
+    command.add_argument("--hf", type=Path, metavar="DIR", help=base)
+    command.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new folder; must not exist yet")
+    command.set_defaults(command="export_adapter")
+    command = commands.add_parser(
+        "import-adapter",
+        help="an adapter that PEFT wrote, checked against its model, into isoloss's form, with the keys to train it on",
+        description="Check an adapter (LoRA) of PEFT against its model, write it as isoloss exports it, with the names "
+        "of the model's files, and print the keys with which a run starts from it.",
+    )
+    command.add_argument("--adapter", required=True, type=Path, metavar="DIR", help="the folder of the adapter")
+    command.add_argument("--hf", required=True, type=Path, metavar="DIR", help="the folder of its model")
+    command.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new folder; must not exist yet")
+    command.set_defaults(command="import_adapter")
+    command = commands.add_parser(
+        "merge",
+        help="add an adapter to its model: a Hugging Face folder of the sum",
+        description="Add an adapter (LoRA) to its model, tensor by tensor: summed in fp64 and rounded once, to the "
+        "type of each tensor. All other tensors, config.json and tokenizer are copied.",
+    )
+    command.add_argument("--hf", required=True, type=Path, metavar="DIR", help="the folder of the model")
+    command.add_argument("--adapter", required=True, type=Path, metavar="DIR", help="the folder of the adapter")
+    command.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new folder; must not exist yet")
+    _add_common(command)
+    command.set_defaults(command="merge")
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:

@@ -21,8 +21,8 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def hf_to_mcore(arguments: argparse.Namespace) -> None:
-    arguments.hf = _hf_folder(arguments.hf, "mcore-to-hf converts it")
-    _check_target(arguments, manifest.NAME)
+    arguments.hf = hf_folder(arguments.hf, "mcore-to-hf converts it")
+    check_target(arguments, manifest.NAME)
     plan = plan_import(arguments.hf, DTYPES.get(arguments.dtype))
     print(
         f"{arguments.hf}: {plan.arch.family}, {plan.num_source_tensors} tensors used, {len(plan.left_out)} left out\n"
@@ -32,19 +32,19 @@ def hf_to_mcore(arguments: argparse.Namespace) -> None:
     for name in plan.left_out:
         print(f"  left out: {name}")
     if arguments.dry_run:
-        _print_files(plan.transfer)
+        print_files(plan.transfer)
         return
-    _write(plan.transfer, arguments, "hf-to-mcore")
+    write(plan.transfer, arguments, "hf-to-mcore")
     if arguments.verify:
         dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
         _tell(verify_import(arguments.hf, arguments.out, dtype), arguments.out)
 
 
 def mcore_to_hf(arguments: argparse.Namespace) -> None:
-    _check_checkpoint(arguments.checkpoint)
+    check_checkpoint(arguments.checkpoint)
     if arguments.hf:
-        arguments.hf = _hf_folder(arguments.hf, "leave --hf out to take what it holds, or name a Hugging Face folder")
-    _check_target(arguments, certificate.NAME)
+        arguments.hf = hf_folder(arguments.hf, "leave --hf out to take what it holds, or name a Hugging Face folder")
+    check_target(arguments, certificate.NAME)
     dtype, keep_unused = DTYPES.get(arguments.dtype), arguments.keep_unused
     export = plan_export(arguments.checkpoint, arguments.hf, dtype, keep_unused=keep_unused)
     weights, tensors = export.weights, [tensor for file in export.files for tensor in file.tensors]
@@ -57,25 +57,25 @@ def mcore_to_hf(arguments: argparse.Namespace) -> None:
     for name in weights.skipped:
         print(f"  left out: {name}")
     if arguments.dry_run:
-        _print_files(export.plan)
+        print_files(export.plan)
         return
-    _write(export.plan, arguments, "mcore-to-hf")
+    write(export.plan, arguments, "mcore-to-hf")
     if arguments.verify:
         _tell(verify_export(export, arguments.out), arguments.out)
 
 
-def _check_target(arguments: argparse.Namespace, last_file: str) -> None:
+def check_target(arguments: argparse.Namespace, last_file: str) -> None:
     """Refuse an --out that exists, unless it is complete (a run writes `last_file` last) and only to be verified."""
     if not (arguments.verify and (arguments.out / last_file).is_file()):
         transfer.check_target(arguments.out)
 
 
-def _hf_folder(given: Path, of_checkpoint: str) -> Path:
+def hf_folder(given: Path, of_checkpoint: str) -> Path:
     """Return the Hugging Face folder that --hf names: itself, or the one in the output_dir of a run.
 
     of_checkpoint: advice for a folder that is a checkpoint.
     """
-    _check_folder("--hf", given)
+    check_folder("--hf", given)
     folder = export_of(given)
     if not (folder / "config.json").is_file():
         if is_checkpoint(checkpoint := checkpoint_folder(given)):
@@ -84,8 +84,9 @@ def _hf_folder(given: Path, of_checkpoint: str) -> Path:
     return folder
 
 
-def _check_checkpoint(given: Path) -> None:
-    _check_folder("--checkpoint", given)
+def check_checkpoint(given: Path) -> None:
+    """Raise UserError unless --checkpoint is a checkpoint, or the folder of a run that has one."""
+    check_folder("--checkpoint", given)
     folder = checkpoint_folder(given)
     if not is_checkpoint(folder):
         if (folder / "config.json").is_file():
@@ -95,12 +96,14 @@ def _check_checkpoint(given: Path) -> None:
         raise UserError(f"--checkpoint {given} has no {METADATA}; give a checkpoint, or the folder of a run")
 
 
-def _check_folder(option: str, folder: Path) -> None:
+def check_folder(option: str, folder: Path) -> None:
+    """Raise UserError where an option names no folder."""
     if not folder.is_dir():
         raise UserError(f"{option} {folder} is not a folder; give one that exists{hub_hint(folder)}")
 
 
-def _print_files(plan: FilePlan) -> None:
+def print_files(plan: FilePlan) -> None:
+    """Print what --dry-run shows."""
     checked = sum(source.checksum is not None for source in plan.sources)
     print(f"  sources: {len(plan.sources)} files, {checked} of them with a published checksum")
     for file in plan.files:
@@ -108,7 +111,8 @@ def _print_files(plan: FilePlan) -> None:
     print(f"  {'':>15}  {plan.manifest[0]}")
 
 
-def _write(plan: FilePlan, arguments: argparse.Namespace, label: str) -> None:
+def write(plan: FilePlan, arguments: argparse.Namespace, label: str) -> None:
+    """Write a plan, unless --out is there to be verified, and say how long it took."""
     if arguments.out.exists():
         print(f"{arguments.out} is there already")
         return

@@ -30,7 +30,7 @@ def verify_export(export: Export, out: Path) -> LogitsEvidence:
     """Certify the Hugging Face folder `out`. Raises Unverified; then there is no certificate."""
     try:
         record = json.loads((out / certificate.NAME).read_text(encoding="utf-8"))
-        _check_files(out, manifest.files_from_json(record["files"]))
+        check_files(out, manifest.files_from_json(record["files"]))
         arch = read_architecture(out)
         if arch != export.arch:
             raise Unverified(f"{out}/config.json describes another model than the checkpoint's")
@@ -50,7 +50,7 @@ def verify_import(hf: Path, checkpoint: Path, dtype: torch.dtype | None) -> Logi
     """
     try:
         written = manifest.read(checkpoint)
-        manifest.check_checksums(checkpoint, written)
+        manifest.check_checksums(checkpoint, written, shown=True)
         arch = read_architecture(checkpoint)
         weights = CheckpointWeights(checkpoint, arch)
         published = replace(arch, mtp_layers=read_architecture(hf).mtp_layers)  # `hf` may hold layers that are left out
@@ -73,7 +73,7 @@ def _certify(folder: Path, record: Mapping[str, Any], tensors: TensorEvidence, l
     partial.rename(folder / certificate.NAME)
 
 
-def _check_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
+def check_files(folder: Path, files: Mapping[str, FileRecord]) -> None:
     """Raise Unverified unless the folder holds these files, with the bytes that were written, and no others."""
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     for name in sorted(present ^ files.keys() - {certificate.NAME}):

@@ -18,6 +18,7 @@ from isoloss.models.flops import layer_flops, output_flops
 from isoloss.models.kinds.kind import SoftmaxAttention
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.parallel import Layout, UserError
+from isoloss.parallel.runtime.console import Progress
 from isoloss.tools.plan.estimate import host_seconds, micro_batches, sequences
 from isoloss.tools.plan.hardware import (
     ATTENTION_SHARE,
@@ -66,13 +67,19 @@ def search(config: Config, arch: Architecture, gpus: int, gpu: Gpu) -> list[Cand
 
 def fitting(configs: Sequence[Config], arch: Architecture, gpus: int, gpu: Gpu) -> Iterator[Candidate]:
     """Yield the candidates that fit, of each layout and number of rows in a micro-batch."""
-    for config, rows in product(configs, ROWS):
-        batch = replace(config.batch, max_tokens=rows * config.data.max_length)
-        for layout, parallel in layouts(config, arch, gpus):
-            if rows * layout.dp <= sequences(config):
-                candidate = replace(config, parallel=parallel, batch=batch)
-                if found := least_recomputed(candidate, arch, layout, gpu):
-                    yield found
+    tried = [
+        (config, rows, layout, parallel)
+        for config in configs
+        for layout, parallel in layouts(config, arch, gpus)
+        for rows in ROWS
+        if rows * layout.dp <= sequences(config)
+    ]
+    with Progress("searching", "layouts and micro-batches", lambda: len(tried)) as progress:
+        for config, rows, layout, parallel in tried:
+            batch = replace(config.batch, max_tokens=rows * config.data.max_length)
+            if found := least_recomputed(replace(config, parallel=parallel, batch=batch), arch, layout, gpu):
+                yield found
+            progress.advance()
 
 
 def offloaded(config: Config) -> list[Config]:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from isoloss.parallel import Layout, UserError
+from isoloss.parallel.runtime.console import Progress
 from isoloss.tools.plan.report import RankReport
 
 PROCESSES = 2  # number at a time: each takes half a gigabyte
@@ -20,8 +21,12 @@ def dry_runs(recipe: str, overrides: Sequence[str], layout: Layout) -> list[Rank
     Raises UserError where the configuration, the model and the layout do not fit together.
     """
     ranks = [stage * (layout.world_size // layout.pp) for stage in range(layout.pp)]
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        return list(pool.map(lambda rank: dry_run(recipe, overrides, layout.world_size, rank), ranks))
+    reports = []
+    with ThreadPoolExecutor(PROCESSES) as pool, Progress("planning", "pipeline stages", lambda: len(ranks)) as progress:
+        for report in pool.map(lambda rank: dry_run(recipe, overrides, layout.world_size, rank), ranks):
+            reports.append(report)
+            progress.advance()
+    return reports
 
 
 def dry_run(recipe: str, overrides: Sequence[str], world_size: int, rank: int, *options: str) -> RankReport:

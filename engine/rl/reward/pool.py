@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from isoloss.parallel.runtime import environment
+from isoloss.parallel.runtime.console import Relay
 from isoloss.parallel.runtime.errors import UserError
 from isoloss.parallel.runtime.processes import Helper
 
@@ -103,6 +104,7 @@ class RewardPool:
         self._functions, self._timeout, self._hidden = list(functions), timeout, hidden
         self.described: list[Described] = []
         self._workers: list[RewardWorker] = []
+        self._printed = Relay()
         try:
             for _ in range(num_workers):
                 self._start()
@@ -115,6 +117,7 @@ class RewardPool:
     def close(self) -> None:
         while self._workers:
             self._workers.pop().kill()
+        self._printed.close()
 
     def run(self, calls: Sequence[Call]) -> list[Any]:
         """The result of each call, in their order, or, as text, why it has none: see worker.py."""
@@ -142,8 +145,9 @@ class RewardPool:
         here, there = Pipe()
         answers, written = os.pipe()
         variables = {key: value for key, value in environment.of_other_programs().items() if key != self._hidden}
-        process = Helper(  # what functions print goes to standard error
+        process = Helper(
             [sys.executable, str(WORKER), str(there.fileno()), str(written)],
+            stdout=self._printed.descriptor,
             pass_fds=[there.fileno(), written],
             env={**variables, "OMP_NUM_THREADS": "1"},
         )

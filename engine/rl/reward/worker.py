@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import importlib.util
 import inspect
+import io
 import json
 import math
 import os
@@ -95,6 +96,9 @@ def send(answers: int, answer: Any) -> None:
 
 
 def main() -> None:
+    for stream in (sys.stdout, sys.stderr):  # lines appear when they are printed, and whole
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
     descriptor, answers, own = int(sys.argv[1]), int(sys.argv[2]), os.getpid()
     for each in (descriptor, answers):
         os.set_inheritable(each, False)

@@ -2,10 +2,12 @@
 
 torch.nn.functional.grouped_mm (torch 2.10 or newer) multiplies rows that are sorted by expert with each expert's
 matrix. Where an expert's rows end it reads on the device, so the host need not know. It takes bf16, and rows of a
-multiple of 16 bytes. The weights stay parameters of their own, and are copied side by side for every product.
+multiple of 16 bytes. The weights stay parameters of their own, and are copied side by side for every product; so are
+the factors of adapters (models/lora), which add two products each way.
 
 Shape suffixes: R rows, D hidden size, I width of an expert (on this rank), E experts of this rank; N and K rows and
-columns of any of their matrices.
+columns of any of their matrices, P columns of what lies between the factors of an adapter: its rank for each Hugging
+Face tensor of the matrix.
 """
 
 # Megatron hangs attributes on parameters.
@@ -64,8 +66,9 @@ class LocalExperts(SequentialMLP):
         inner = [expert.linear_fc1 for expert in self.local_experts]
         outer = [expert.linear_fc2 for expert in self.local_experts]
         wait_for_weights(*inner, *outer)
-        matrices = [module.weight for module in (*inner, *outer)]
-        return _Experts.apply(rows_RD, weights_R, ends_E, again, empty, self._weighted, *matrices)
+        linears, tensors = zip(*(grouped_linear(modules) for modules in (inner, outer)))
+        how = ends_E, again, empty, self._weighted, linears
+        return _Experts.apply(rows_RD, weights_R, *how, *tensors[0], *tensors[1])
 
 
 def wait_for_weights(*modules: nn.Module) -> None:
@@ -89,32 +92,118 @@ def _fits(expert: Any) -> bool:
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_RD, weights_R, ends_E, again, empty, weighted, *matrices):
-        inner, outer = _halves(matrices)
-        wide_RI = _times(rows_RD, torch.stack(inner).mT, ends_E)
-        output_RD = _times(weighted.forward(wide_RI, weights_R), torch.stack(outer).mT, ends_E)
+    def forward(ctx, rows_RD, weights_R, ends_E, again, empty, weighted, linears, *tensors):
+        inner, outer = _with_tensors(linears, tensors)
+        wide_RI = inner.forward(rows_RD, ends_E)
+        output_RD = outer.forward(weighted.forward(wide_RI, weights_R), ends_E)
         ctx.save_for_backward(rows_RD, weights_R, ends_E, *(() if again else (wide_RI,)))
-        ctx.matrices, ctx.empty, ctx.weighted = matrices, empty, weighted
+        ctx.linears, ctx.tensors, ctx.empty, ctx.weighted = linears, tensors, empty, weighted
         return output_RD
 
     @staticmethod
     def backward(ctx, grad_RD):
         rows_RD, weights_R, ends_E, *kept = ctx.saved_tensors
-        inner, outer = _halves(ctx.matrices)
-        inner_ENK, grad_RD = torch.stack(inner), grad_RD.contiguous()
-        wide_RI = kept[0] if kept else _times(rows_RD, inner_ENK.mT, ends_E)
-        grad_RI = _times(grad_RD, torch.stack(outer), ends_E)
+        inner, outer = _with_tensors(ctx.linears, ctx.tensors)
+        grad_RD = grad_RD.contiguous()
+        wide_RI = kept[0] if kept else inner.forward(rows_RD, ends_E, keep=True)
+        grad_RI, between_outer = outer.backward(grad_RD, ends_E)
         active_RI, grad_weights_R = ctx.weighted.again(wide_RI, weights_R, grad_RI)
         grad_wide_RI = ctx.weighted.backward(wide_RI, weights_R, grad_RI)
-        of_outer = _of_matrices(grad_RD, active_RI, ends_E, ctx.empty, outer)
-        of_inner = _of_matrices(grad_wide_RI, rows_RD, ends_E, ctx.empty, inner)
-        grad_rows_RD = _times(grad_wide_RI, inner_ENK, ends_E)
-        return grad_rows_RD, grad_weights_R, None, None, None, None, *of_inner, *of_outer
+        of_outer = outer.gradients(grad_RD, between_outer, active_RI, ends_E, ctx.empty)
+        grad_rows_RD, between_inner = inner.backward(grad_wide_RI, ends_E)
+        of_inner = inner.gradients(grad_wide_RI, between_inner, rows_RD, ends_E, ctx.empty)
+        return grad_rows_RD, grad_weights_R, None, None, None, None, None, *of_inner, *of_outer
 
 
-def _halves(matrices: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    count = len(matrices) // 2
-    return matrices[:count], matrices[count:]
+class Between(NamedTuple):
+    """The form of an adapter. runs: rows of B and the columns, of P, that they are multiplied by. scale: of the
+    product."""
+
+    runs: Sequence[tuple[slice, slice]]
+    scale: float
+
+
+def grouped_linear(modules: Sequence[Any]) -> tuple[Between | None, list[Tensor]]:
+    """Return the form of the active adapters of the experts' layers of one kind, and their tensors: weights; then
+    factors A, and B."""
+    weights = [module.weight for module in modules]
+    adapters = [module.adapter and module.adapter.active for module in modules]
+    if adapters[0] is None:
+        return None, weights
+    factors = [*(adapter.a for adapter in adapters), *(adapter.b for adapter in adapters)]
+    return Between(adapters[0].runs, adapters[0].factors.scale), [*weights, *factors]
+
+
+def _with_tensors(linears: Sequence[Between | None], tensors: Sequence[Tensor]) -> list["GroupedLinear"]:
+    """Return the experts' layers of each kind. tensors: all of theirs, one kind after the other."""
+    counts = [1 if between is None else 3 for between in linears]
+    experts, left = len(tensors) // sum(counts), list(tensors)
+    found = []
+    for between, count in zip(linears, counts):
+        mine, left = left[: count * experts], left[count * experts :]
+        found.append(GroupedLinear(between, *(mine[k * experts : (k + 1) * experts] for k in range(count))))
+    return found
+
+
+class GroupedLinear:
+    """A linear layer of every expert: weights [N, K], and of an adapter A [P, K] and B [N, rank]."""
+
+    def __init__(
+        self, between: Between | None, weights: Sequence[Tensor], a: Sequence[Tensor] = (), b: Sequence[Tensor] = ()
+    ):
+        self._weights, self._between, self._a, self._b = weights, between, a, b
+        self._kept: Tensor | None = None
+
+    def forward(self, rows_RK: Tensor, ends_E: Tensor, *, keep: bool = False) -> Tensor:
+        """Return the outputs, [R, N]. keep: whether the stack of weights stays for `backward`."""
+        weights_ENK = torch.stack(list(self._weights))
+        output_RN = _times(rows_RK, weights_ENK.mT, ends_E)
+        if self._between is not None:
+            output_RN += _times(self._low(rows_RK, ends_E), self._b_ENP().mT, ends_E)
+        if keep:
+            self._kept = weights_ENK
+        return output_RN
+
+    def backward(self, grad_RN: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the gradient of the rows [R, K], and of what lies between the factors of an adapter, [R, P]."""
+        weights_ENK, self._kept = torch.stack(list(self._weights)) if self._kept is None else self._kept, None
+        grad_RK = _times(grad_RN, weights_ENK, ends_E)
+        if self._between is None:
+            return grad_RK, None
+        between_RP = _times(grad_RN, self._b_ENP(), ends_E) * self._between.scale
+        grad_RK += _times(between_RP, torch.stack(list(self._a)), ends_E)
+        return grad_RK, between_RP
+
+    def gradients(
+        self,
+        grad_RN: Tensor,
+        between_RP: Tensor | None,
+        rows_RK: Tensor,
+        ends_E: Tensor,
+        empty: Sequence[int] | None,
+    ) -> list[Tensor | None]:
+        """Return the gradients of the tensors of `grouped_linear`. between_RP: gradient, of `backward`."""
+        of_weights = [*_of_matrices(grad_RN, rows_RK, ends_E, empty, self._weights)]
+        if self._between is None or between_RP is None:
+            return of_weights
+        of_a = _of_matrices(between_RP, rows_RK, ends_E, empty, self._a)
+        wide_ENP = _of_all(grad_RN, self._low(rows_RK, ends_E), ends_E, empty)
+        of_b = torch.cat([wide_ENP[:, rows, columns] for rows, columns in self._between.runs], 1)
+        return [*of_weights, *of_a, *of_b.unbind()]
+
+    def _low(self, rows_RK: Tensor, ends_E: Tensor) -> Tensor:
+        """Return the scaled products with A, [R, P]."""
+        assert self._between is not None
+        return _times(rows_RK, torch.stack(list(self._a)).mT, ends_E) * self._between.scale
+
+    def _b_ENP(self) -> Tensor:
+        """Return B with each row in the columns of its Hugging Face tensor."""
+        assert self._between is not None
+        rows_ENr = torch.stack(list(self._b))
+        wide_ENP = rows_ENr.new_zeros(*rows_ENr.shape[:2], self._a[0].shape[0])
+        for rows, columns in self._between.runs:
+            wide_ENP[:, rows, columns] = rows_ENr[:, rows]
+        return wide_ENP
 
 
 def _times(rows: Tensor, matrices: Tensor, ends_E: Tensor) -> Tensor:
@@ -129,27 +218,33 @@ def _of_matrices(
 ) -> Sequence[Tensor | None]:
     """Return the gradients of the experts' matrices from output gradients [R, N] and input rows [R, K]: [E, N, K].
 
-    An expert without rows gets 0. The product leaves there what was in the memory before, on some GPUs
-    (pytorch/pytorch#172439). Where the host knows which they are, nothing passes over the gradients of the others.
     Where Megatron keeps sums of gradients (`main_grad`) the gradients are added there, as by Megatron's own layers, and
     `grad_added_to_main_grad` is set.
     """
     if not matrices[0].requires_grad:
         return [None] * len(matrices)
-    if len(rows):
-        of_all_ENK = grouped_mm(grad.mT, rows, offs=ends_E)
-        if empty is None:
-            of_all_ENK = without_empty(of_all_ENK, ends_E)
-        for expert in empty or ():
-            of_all_ENK[expert].zero_()
-        of_all = of_all_ENK.unbind()
-    else:
-        of_all = [torch.zeros_like(matrix) for matrix in matrices]
+    of_all = _of_all(grad, rows, ends_E, empty).unbind()
     if hasattr(matrices[0], "main_grad"):
         torch._foreach_add_([matrix.main_grad for matrix in matrices], list(of_all))
         for matrix in matrices:
             matrix.grad_added_to_main_grad = True
     return of_all
+
+
+def _of_all(grad: Tensor, rows: Tensor, ends_E: Tensor, empty: Sequence[int] | None) -> Tensor:
+    """Return the gradients of the experts' matrices, [E, N, K], as `_of_matrices`.
+
+    An expert without rows gets 0. The product leaves there what was in the memory before, on some GPUs
+    (pytorch/pytorch#172439). Where the host knows which they are, nothing passes over the gradients of the others.
+    """
+    if not len(rows):
+        return grad.new_zeros(len(ends_E), grad.shape[1], rows.shape[1])
+    of_all_ENK = grouped_mm(grad.mT, rows, offs=ends_E)
+    if empty is None:
+        of_all_ENK = without_empty(of_all_ENK, ends_E)
+    for expert in empty or ():
+        of_all_ENK[expert].zero_()
+    return of_all_ENK
 
 
 @Fused

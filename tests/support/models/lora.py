@@ -360,3 +360,19 @@ def generated(folder: Path) -> dict[str, tuple[int, ...]]:
     found = {"first": tokens(first), "second": tokens(second)}
     second.logprobs([Sample(torch.arange(5), torch.arange(5) > 0)])
     return found | {"first, after a step of the second": tokens(first)}
+
+
+def started(
+    folder: Path, lora: LoraConfig, samples: Sequence[Sample], layout: Mapping[str, Any]
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss of an engine that starts from the adapter of lora.init, and this rank's factors."""
+    engine = make_engine(folder, lora, random_b=False, **layout)
+    whole = {owned.weight.name: tensor for owned, tensor in engine.trained.adapter.whole_tensors()}
+    return engine.evaluate(samples, TOKEN_MEAN).loss, by_name(engine.trained.adapter.owned(), whole)
+
+
+def saved_and_exported(folder: Path, checkpoint: Path, out: Path, lora: LoraConfig, layout: Mapping[str, Any]) -> None:
+    """A checkpoint and an export of the same adapter."""
+    engine = make_engine(folder, lora, **layout)
+    engine.save(checkpoint)
+    engine.export_adapter(out)

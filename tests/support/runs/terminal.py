@@ -5,15 +5,19 @@ import contextlib
 import fcntl
 import os
 import re
+import signal
 import struct
+import subprocess
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import pytest
 
-from isoloss.engine.instruments import console
+from support.runs.waiting import until
+from isoloss.parallel.runtime import console
 
 CODE = re.compile(r"\x1b\[([\d;?]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n])")
 
@@ -68,12 +72,68 @@ class Terminal:
             self.lines.append("")
 
 
-@contextlib.contextmanager
-def terminal(monkeypatch: pytest.MonkeyPatch, columns: int, name: str = "xterm-256color") -> Iterator[Terminal]:
-    """Make standard output and error a terminal."""
+class Session:
+    """A module that runs as from a shell in a terminal of its own.
+
+    words: the module and its words. popen: of `subprocess` or of `warm`.
+    """
+
+    def __init__(self, words: Sequence[str], columns: int, popen: type[subprocess.Popen], **environment: str):
+        master, slave = _open(columns)
+        self.terminal, self._slave = Terminal(columns, master), slave
+        self._modes = termios.tcgetattr(slave)
+        self.process = popen(
+            [sys.executable, "-m", "support.runs.at_terminal", *words],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            env=os.environ | {"TERM": "xterm-256color"} | environment,
+        )
+
+    def shows(self, pattern: str) -> list[str]:
+        """Wait until a line on the screen matches; return all lines."""
+
+        def found() -> list[str] | None:
+            lines = self.terminal.read()
+            assert self.process.poll() is None or any(re.search(pattern, line) for line in lines), "\n".join(lines)
+            return lines if any(re.search(pattern, line) for line in lines) else None
+
+        return until(found, f"the screen shows {pattern}") or []
+
+    def type(self, text: str) -> None:
+        os.write(self.terminal.master, text.encode())
+
+    def ended(self) -> tuple[int, list[str]]:
+        """Wait for the end; return the exit status and the lines on the screen, of a terminal that a shell can use."""
+        until(lambda: [self.terminal.read(), self.process.poll() is not None][1], "the process ended")
+        lines = self.terminal.read()
+        assert termios.tcgetattr(self._slave) == self._modes
+        assert (self.terminal.row, self.terminal.column) == (len(lines) - 1, 0) and lines[-1] == ""
+        return self.process.returncode, lines
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        os.close(self._slave)
+        os.close(self.terminal.master)
+
+
+def _open(columns: int) -> tuple[int, int]:
     master, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     os.set_blocking(master, False)
+    return master, slave
+
+
+@contextlib.contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch, columns: int, name: str = "xterm-256color") -> Iterator[Terminal]:
+    """Make standard output and error a terminal."""
+    master, slave = _open(columns)
     monkeypatch.setenv("TERM", name)
     for variable in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR"):
         monkeypatch.delenv(variable, raising=False)

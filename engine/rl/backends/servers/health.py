@@ -4,9 +4,9 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from isoloss.engine.instruments.console import Wait, say
 from isoloss.engine.rl.backends.servers.server import Refused, Server, ServerLost, on_all
 from isoloss.parallel import UserError
+from isoloss.parallel.runtime.console import Wait, say
 
 POLL_SECONDS = 1.0
 
@@ -20,23 +20,22 @@ def wait_until(check: Check, server: Server, timeout: float, lost: Callable[[Ser
     lost: callback for a server that does not pass at once.
     """
     deadline, announced = time.monotonic() + timeout, False
-    wait = Wait(f"waiting for {server}", timeout)
-    while True:
-        try:
-            check(server)
-            return wait.close()
-        except ServerLost as why:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"rollout.servers: {why}, for rollout.timeout={timeout:g} seconds; start a server there, correct "
-                    "the URL, or let rollout.server_command start one"
-                ) from None
-            if not announced:
-                say(f"waiting for a server: {why}")
-                lost(server)
-            announced = True
-        wait.look()
-        time.sleep(POLL_SECONDS)
+    with Wait(f"waiting for {server}", timeout) as wait:
+        while True:
+            try:
+                return check(server)
+            except ServerLost as why:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"rollout.servers: {why}, for rollout.timeout={timeout:g} seconds; start a server there, "
+                        "correct the URL, or let rollout.server_command start one"
+                    ) from None
+                if not announced:
+                    say(f"waiting for a server: {why}")
+                    lost(server)
+                announced = True
+            wait.look()
+            time.sleep(POLL_SECONDS)
 
 
 def check_alike(servers: Sequence[Server]) -> None:

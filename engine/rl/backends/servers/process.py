@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from isoloss.engine.instruments.console import say
 from isoloss.engine.rl.backends.servers.api_key import ApiKey
 from isoloss.parallel import UserError
 from isoloss.parallel.runtime import environment
+from isoloss.parallel.runtime.console import Wait, say
 from isoloss.parallel.runtime.processes import Helper
 
 POLL_SECONDS = 0.2
@@ -74,19 +74,23 @@ class ServerProcess:
         status distinguishes the two: SGLang kills itself whatever is wrong.
         """
         deadline, again = time.monotonic() + timeout, True
-        while not ready():
-            if not self.running:
-                if not again:
-                    raise UserError(f"rollout.server_command: the server for {self.url} ended twice: {self._told()}")
-                say(f"the server for {self.url} ended before it served: started once more")
-                self.start()
-                again = False
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"rollout.server_command: the server for {self.url} does not answer after "
-                    f"rollout.timeout={timeout:g} seconds: {self._told()}"
-                )
-            time.sleep(POLL_SECONDS)
+        with Wait(f"starting the server for {self.url}", timeout) as wait:
+            while not ready():
+                if not self.running:
+                    if not again:
+                        raise UserError(
+                            f"rollout.server_command: the server for {self.url} ended twice: {self._told()}"
+                        )
+                    say(f"the server for {self.url} ended before it served: started once more")
+                    self.start()
+                    again = False
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"rollout.server_command: the server for {self.url} does not answer after "
+                        f"rollout.timeout={timeout:g} seconds: {self._told()}"
+                    )
+                wait.look()
+                time.sleep(POLL_SECONDS)
 
     def stop(self) -> None:
         """Kill the command and its descendants."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # its import takes a tenth of a second, which commands that d
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
 LIVE_SECONDS, REDRAW_SECONDS = 2.0, 0.1  # seconds before a task appears on a terminal, and between two drawings
+LAST_LINES_SECONDS = 1.0  # for what other processes printed before their end
 FIRST_SECONDS, EVERY_SECONDS = 5.0, 10.0  # seconds before the first line about a task in a log file, and between two
 
 
@@ -27,6 +28,43 @@ def say(*lines: str, error: bool = False) -> None:
     stream = sys.stderr if error else sys.stdout
     with contextlib.suppress(OSError):
         _terminal.write(stream, "".join(f"{line}\n" for line in lines))
+
+
+def is_live() -> bool:
+    """Return whether the terminal has a live part."""
+    return _terminal.is_live()
+
+
+def leave() -> None:
+    """Leave all live parts on the screen as they are: see `LivePart.leave`."""
+    _terminal.leave_all()
+
+
+class Relay:
+    """Takes what other processes print, whole lines of which go to standard error, above the live part.
+
+    descriptor: their standard output and error. Standard error itself if that is no terminal.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor, self._thread = 2, None
+        if on_terminal():
+            lines, self.descriptor = os.pipe()
+            self._thread = threading.Thread(target=_pass_on, args=(lines,), name="relay", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Wait a moment for the last lines. The processes have ended, but may have left others."""
+        if self._thread is not None:
+            os.close(self.descriptor)
+            self._thread.join(LAST_LINES_SECONDS)
+            self._thread = None
+
+
+def _pass_on(descriptor: int) -> None:
+    with open(descriptor, encoding="utf-8", errors="replace", newline="\n") as lines:
+        for line in lines:
+            say(line.removesuffix("\n"), error=True)
 
 
 def on_terminal() -> bool:
@@ -102,6 +140,14 @@ class _Terminal:
                 self._height = 0  # what stands there is never erased; another part is drawn below
                 if not self._parts:
                     self._restore_streams()
+
+    def leave_all(self) -> None:
+        with self._lock:
+            for part in list(self._parts):
+                self.leave(part)
+
+    def is_live(self) -> bool:
+        return self._height > 0
 
     def _redraw(self, text: str = "", stream: TextIO | None = None) -> None:
         """Replace the parts on the screen by `text` and the parts of now, in one write."""
@@ -232,12 +278,27 @@ class Progress(_Task):
     what, items: words for the line, such as "tokenizing" and "rows of data.train".
     count: function that returns the number of items, called for the first line.
     done: number of items that were done before.
+    nbytes: whether an item is a byte; lines have MB or GB.
     """
 
-    def __init__(self, what: str, items: str, count: Callable[[], int], enabled: bool = True, done: int = 0):
+    def __init__(
+        self,
+        what: str,
+        items: str,
+        count: Callable[[], int],
+        enabled: bool = True,
+        done: int = 0,
+        *,
+        nbytes: bool = False,
+    ):
         super().__init__(enabled)
-        self._what, self._items, self._count = what, items, count
+        self._what, self._items, self._count, self._nbytes = what, items, count, nbytes
         self._done, self._before, self._total = done, done, 0
+
+    def skip(self, number: int) -> None:
+        """Count `number` more items as done before, which took no time."""
+        self._before += number
+        self.advance(number)
 
     def advance(self, number: int = 1) -> None:
         """Count `number` more items as done."""
@@ -250,8 +311,15 @@ class Progress(_Task):
         if self._live is None or self._done < self._total:
             rate = (self._done - self._before) / max(seconds, 1e-3)
             left = duration(max(0, self._total - self._done) / rate)
-            text = f"{self._what} {self._done:,} of {self._total:,} {self._items}"
-            self._report(text, self._done / self._total, f"{rate:,.0f} a second  ETA {left}")
+            done, total, items = f"{self._done:,}", f"{self._total:,}", self._items
+            speed = f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+            if self._nbytes:
+                unit, size = ("GB", 1e9) if self._total >= 1e9 else ("MB", 1e6)
+                done, total, speed = (f"{number / size:,.2f}" for number in (self._done, self._total, rate))
+                items, speed = f"{unit} {items}".rstrip(), f"{speed} {unit}"
+            self._report(
+                f"{self._what} {done} of {total} {items}", self._done / self._total, f"{speed} a second  ETA {left}"
+            )
 
 
 class Wait(_Task):
