@@ -164,7 +164,7 @@ class Model:
 
     @torch.no_grad()
     def load(self, source: WeightSource) -> None:
-        """Fill this rank's parameters, one weight in memory at a time; rank 0 tells how far it is. No collectives."""
+        """Fill this rank's parameters, one weight in memory at a time; rank 0 prints progress. No collectives."""
         weights = self.owned()
         nbytes = [math.prod(owned.weight.shape) * owned.parameter.element_size() for owned in weights]
         with Progress("loading", "of weights", lambda: sum(nbytes), is_main(), nbytes=True) as progress:

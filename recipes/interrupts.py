@@ -70,7 +70,7 @@ def _watch(signals: socket.socket) -> None:
             limit = environment.variable("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or "30"
             within = f" (torchrun kills it after TORCH_ELASTIC_SHUTDOWN_TIMEOUT={limit} seconds)" if torchrun else ""
             _report(f"interrupted: finishing the step under way and saving{within}; Ctrl-C again ends at once")
-        elif first is None and torchrun:  # whose agent tells of the signal it passes on, below the live part
+        elif first is None and torchrun:  # whose agent prints a line about the signal, below the live part
             console.leave()
         elif first is not None and _again(number, now - first, torchrun):
             _end("interrupted twice: the steps since the newest checkpoint are lost")

@@ -132,9 +132,9 @@ class UpdatedTensor:
 
     The sum is made in fp64 and rounded once, to the type of the file.
 
-    view: of the mapped file `path`, [rows, columns] or [matrices, rows, columns].
+    view: view of the mapped file `path`, [rows, columns] or [matrices, rows, columns].
     origin: file of the factors.
-    updates: of each matrix.
+    updates: products that each matrix gets.
     """
 
     name: str

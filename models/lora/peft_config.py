@@ -39,7 +39,7 @@ class PeftConfig:
 
     path: the file.
     base: name of the model that PEFT trained it on, if it says one.
-    dropout: what PEFT trained it with. It has no effect any more.
+    dropout: dropout of its training by PEFT. It has no effect any more.
     targets: names of the modules that it adapts, where the file lists them and no layer or module is left out; else ().
     """
 

@@ -1,4 +1,4 @@
-"""What SGLang serves of an adapter.
+"""Refuse what SGLang does not serve of an adapter.
 
 It reads neither rank_pattern nor alpha_pattern, skips tensors whose names it does not know, and answers by the model
 alone where it skipped them all. So what was not seen to be served is refused before a run begins.

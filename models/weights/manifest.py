@@ -126,7 +126,7 @@ def check_checksums(
 ) -> None:
     """Check that these files (default: all) hold the bytes that were written; read them whole.
 
-    shown: whether to tell the user how far the check is.
+    shown: whether to show progress.
     Raises DamagedError naming the first that does not.
     """
     folder = Path(folder)

@@ -106,9 +106,10 @@ def test_offloading_is_not_named_where_it_does_not_help(of, size, keys):
 
 
 def test_adapters_are_advised_of_what_can_have_them(of):
-    """In bf16 experts get none; and where they do not fit, or are trained already, they are not named."""
+    """Where adapters of experts do not fit, those of attention may; where none fits, or they are trained already, they
+    are not named."""
     config, arch = of("30b_a3b", "parallel.ep=4")
-    assert "what helps: lora.rank=32 lora.targets=[attention]" in advised(config, arch, 4)
+    assert "what helps: lora.rank=32 " in advised(config, arch, 4)
     config, arch = of("70b")
     assert "lora.rank" not in advised(config, arch, 1)
     config, arch = of("70b", "lora.rank=4", "parallel.tp=1")

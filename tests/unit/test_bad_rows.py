@@ -101,7 +101,7 @@ SFT = (
     ("a completion of another role", {"prompt": [USER], "completion": [USER]}, "no assistant turn"),
     ("too long", {"text": MEGABYTE}, "data.max_length=512"),
     ("tools are a number", {"messages": [USER, ASSISTANT], "tools": 3}, "`tools` must be a list of JSON schemas"),
-    ("tools are texts", {"messages": [USER, ASSISTANT], "tools": ["add"]}, "`tools` must be a list of JSON schemas"),
+    ("tools are texts", {"messages": [USER, ASSISTANT], "tools": ["add"]}, "`tools[0]` is not JSON"),
     ("tools are an object", {"messages": [USER, ASSISTANT], "tools": {"a": 1}}, "`tools` must be a list"),
     ("tools are broken JSON", {"messages": [USER, ASSISTANT], "tools": "[{"}, "`tools` is not JSON"),
     ("tools are deep JSON", {"messages": [USER, ASSISTANT], "tools": "[" * 100_000}, "`tools` is JSON of more than"),
@@ -125,7 +125,7 @@ PROMPTS = (
     ("null content", {"prompt": [{"role": "user", "content": None}]}, "`prompt[0].content` must be text"),
     ("source is a number", {"prompt": "a", "data_source": 3}, "`data_source` must be text"),
     ("too long", {"prompt": MEGABYTE}, "data.max_length=256"),
-    ("tools are texts", {"prompt": [USER], "tools": ["add"]}, "`tools` must be a list of JSON schemas"),
+    ("tools are texts", {"prompt": [USER], "tools": ["add"]}, "`tools[0]` is not JSON"),
     ("tools are deep JSON", {"prompt": [USER], "tools": "[" * 100_000}, "`tools` is JSON of more than"),
 )  # fmt: skip
 

@@ -12,6 +12,7 @@ from support.models import families
 
 from isoloss.engine.memory.counting import Setting, head_of, layers_of
 from isoloss.models.families.registry import read_architecture
+from isoloss.models.lora.config import LoraConfig
 from isoloss.models.mcore.activation_memory import KEEP_ALL
 from isoloss.models.mcore.kernels import ALL
 from isoloss.parallel import Layout
@@ -27,7 +28,7 @@ def setting(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(families.published("qwen3", **SIZES)))
     arch = read_architecture(folder)
-    return Setting(arch, Layout(), KEEP_ALL, ALL, torch.bfloat16, torch.float32, True, None)
+    return Setting(arch, Layout(), KEEP_ALL, ALL, torch.bfloat16, torch.float32, True, None, LoraConfig())
 
 
 def test_what_a_layer_keeps_is_known_by_hand(setting):

@@ -90,7 +90,7 @@ def test_the_host_launches_what_dry_runs_count(of, setup):
     size, *keys = setup
     config, arch = of(size, *keys)
     again = searching._computed_again(config, 2)
-    found = searching._launches(arch, config.parallel.layout().with_world(16), 2, again)
+    found = searching._launches(config, arch, config.parallel.layout().with_world(16), 2, again)
     assert found == pytest.approx(2 * COUNTED[setup], rel=0.05)
 
 

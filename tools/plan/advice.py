@@ -41,7 +41,7 @@ def to_fit(config: Config, arch: Architecture, layout: Layout, gpu: Gpu) -> str:
 
 def _adapters(config: Config, arch: Architecture, layout: Layout, gpu: Gpu) -> Iterator[str]:
     """Yield the key of adapters, which leave the weights without gradients and optimizer; of attention alone where
-    experts get none."""
+    those of all matrices do not fit."""
     if config.lora.rank > 0:
         return
     for targets in (("all",), ("attention",)):

@@ -1,4 +1,4 @@
-"""What a proof of an adapter compares with: the model with merged weights W + s B A, fine-tuned as a whole on one rank.
+"""Compute what an adapter is proved against: the model with merged weights W + s B A, trained as a whole on one rank.
 
 Its gradient G gives those of the factors by the chain rule: s B^T G and s G A^T. It knows neither the products of
 adapted layers nor their scale, so a proof also finds what is the same on every layout.

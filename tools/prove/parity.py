@@ -246,7 +246,7 @@ def merge(per_rank: Sequence[Sequence[Measurement]]) -> list[Measurement]:
 class Comparison:
     """A measurement against its reference, in relative errors.
 
-    base_error: that of the loss without the adapter; None without one.
+    base_error: error of the loss without the adapter; None without one.
     worst: the parameter with the largest gradient error.
     flips: number of tokens that chose other experts. smallest_margin: the margin of the closest choice.
     """

@@ -135,7 +135,7 @@ def grouped_linear(modules: Sequence[Any]) -> tuple[Between | None, list[Tensor]
 
 
 def _with_tensors(linears: Sequence[Between | None], tensors: Sequence[Tensor]) -> list["GroupedLinear"]:
-    """Return the experts' layers of each kind. tensors: all of theirs, one kind after the other."""
+    """Return the experts' layers of each kind. tensors: tensors of all, one kind after the other."""
     counts = [1 if between is None else 3 for between in linears]
     experts, left = len(tensors) // sum(counts), list(tensors)
     found = []

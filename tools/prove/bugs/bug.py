@@ -28,8 +28,8 @@ REDUCE_GRADIENTS = "isoloss.engine.step.trained.finalize_model_grads"
 class AdapterTraits:
     """The traits of an adapter that decide whether a bug shows.
 
-    divisions: of every adapted matrix, whether it is one of an expert, and what TP does with it: copied (every rank has
-        it whole), or split by its rows (which are its inputs) or its columns, as Megatron-Core says.
+    divisions: pairs for the adapted matrices: whether one is an expert's, and what TP does with it: copied (every rank
+        has it whole), or split by its rows (which are its inputs) or its columns, as Megatron-Core says.
     merges: True if Megatron-Core multiplies several adapted matrices as one. alternates: True if their rows alternate.
     scaled: True if a rank is above 1. recomputed: True if layers are computed again in the backward.
     """

@@ -224,8 +224,8 @@ class WeightSync:
 
     receives: which ranks `prepare` needs the tensors on. Of "owner", the rank that has a bucket sends it too, one
         rank at a time.
-    of_adapter: whether an update is an adapter, beside the one in use: servers go on generating, and one that fails
-        leaves them as they were. Of others they stop, as their weights are replaced.
+    of_adapter: whether an update is one more adapter: servers go on generating, and one that fails leaves them as they
+        were. Of others they stop, as their weights are replaced.
     server_options: options that a server has to be started with.
     """
 

@@ -3,7 +3,7 @@ sent; an update is one more adapter.
 
 An adapter has a name of its own, that of its version, and is loaded while servers generate. From the update on,
 requests name it; those under way end with the one that they began with, which is unloaded when none is left. Keys and
-values are cached by adapter, so nothing is flushed. SGLang tells of a token neither its adapter nor that it used none:
+values are cached by adapter, so nothing is flushed. SGLang does not say which adapter made a token, nor that none did:
 the version of a completion is the adapter that its request named, where the server has it by that name.
 
 A server is for one run: what others have left there is unloaded.
@@ -186,7 +186,7 @@ class AdapterSync(WeightSync):
         return None
 
 
-MERGED = ("qkv_proj", "gate_up_proj")  # SGLang's names of several matrices in one, in place of theirs
+MERGED = ("qkv_proj", "gate_up_proj")  # SGLang's names of several matrices in one
 
 
 def of_adapters(servers: Sequence[Server]) -> list[AdapterServer]:
