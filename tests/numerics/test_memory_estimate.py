@@ -134,7 +134,7 @@ ROWS = (
     ("8b", 16, 0, "parallel.tp=2", "parallel.ulysses=4", "batch.max_tokens=65536", "lora.rank=8", KEEP),
     ("70b", 8, 0, "parallel.tp=8", "lora.rank=32", KEEP),
     ("32b", 16, 8, "parallel.tp=4", "parallel.pp=2", "lora.rank=64", "lora.targets=[mlp]", KEEP),
-    ("30b-a3b", 8, 0, "parallel.ep=8", "lora.rank=32", "lora.targets=[attention]", KEEP),
+    ("30b-a3b", 8, 0, "parallel.ep=8", "lora.rank=32", "lora.expert_rank=8", KEEP),
     ("qwen3.5-27b", 8, 0, "parallel.tp=4", "lora.rank=16", KEEP),
     ("glm-4.7-flash", 8, 0, "parallel.ep=8", "lora.rank=16", "lora.targets=[attention]", KEEP),
 )
