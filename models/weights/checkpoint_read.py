@@ -99,8 +99,8 @@ class CheckpointWeights:
         found = manifest.read(path)
         if found.adapter is not None:
             raise UserError(
-                f"{path} holds an adapter, not a model: give the folder of the model that it was trained on, and load "
-                "the adapter by Engine.load"
+                f"{path} holds an adapter, not a model: give the folder of the model that it was trained on, and go on "
+                "by checkpoint.resume=true, or from an export (isoloss-convert export-adapter) by lora.init"
             )
         manifest.check_sizes(path, found)
         for field in ("family", "vocab_size"):
