@@ -23,6 +23,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from isoloss.engine.memory.live_bytes import LiveBytes, made_up
 from isoloss.models.architecture import Architecture
+from isoloss.models.lora.factors import Factors
 from isoloss.models.mcore import patches
 from isoloss.models.mcore.moe import dispatch
 from isoloss.parallel import mesh
@@ -143,6 +144,7 @@ def _counted_as_one(function: Callable[..., Any], **options: Any) -> Callable[..
 def _answer_the_host() -> None:
     """Make up the numbers that the host reads from tensors; record sizes of storages, and pinned memory."""
     tolist, resize, empty = Tensor.tolist, torch.UntypedStorage.resize_, torch.empty
+    part_of_rows = Factors.part_of_rows
 
     def made_up_list(self: Tensor) -> Any:
         if self.device != DEVICE and not isinstance(self, FakeTensor):
@@ -150,6 +152,10 @@ def _answer_the_host() -> None:
         _counter.wait("item", self)
         with unset_fake_temporarily():
             return tolist(torch.full(self.shape, made_up(self.dtype)))
+
+    def rows_of_the_host(self: Factors, tp_size: int, tp_rank: int) -> Tensor:
+        with unset_fake_temporarily():  # the host decides by them which products there are
+            return part_of_rows(self, tp_size, tp_rank)
 
     def counted_resize(self: torch.UntypedStorage, size: int) -> Any:
         _counter.resized(self, size)
@@ -166,6 +172,7 @@ def _answer_the_host() -> None:
         return out
 
     torch.empty = counted_empty
+    Factors.part_of_rows = rows_of_the_host
     Tensor.tolist = made_up_list
     Tensor.pin_memory = pinned
     torch.UntypedStorage.resize_ = counted_resize

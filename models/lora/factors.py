@@ -94,7 +94,7 @@ class Factors:
 
     def part_of_rows(self, tp_size: int, tp_rank: int) -> Tensor:
         """Return for each row of this rank's B the number of its Hugging Face tensor, int64 [out / tp]."""
-        rows = [torch.full((part.shape[0], 1), number) for number, part in enumerate(self.b.parts)]
+        rows = [torch.full((part.shape[0], 1), number, device="cpu") for number, part in enumerate(self.b.parts)]
         whole = self.b.mapping.merge(rows)
         return self.b.mapping.shard(whole, tp_size, tp_rank).flatten()
 

@@ -52,6 +52,22 @@ def test_nothing_is_refused_and_nothing_more_is_waited_for(outcomes, name):
     assert device_lint.differences(device_lint.pinned()[name], report) == []
 
 
+@pytest.mark.parametrize(("adapter", "whole"), [("adapter", "tp"), ("adapters of experts", "experts")])
+def test_a_step_of_an_adapter_waits_no_more_than_one_of_the_model(adapter, whole):
+    """Of what is pinned, which dry runs are compared with."""
+
+    def waits(name):
+        phases = device_lint.pinned()[name]
+        return {
+            phase: sum(count for place, count in counts.items() if place.startswith("wait"))
+            for phase, counts in phases.items()
+            if phase.startswith(("forward and backward", "optimizer"))
+        }
+
+    assert waits(adapter).keys() == waits(whole).keys()
+    assert all(count <= waits(whole)[phase] for phase, count in waits(adapter).items()), (waits(adapter), waits(whole))
+
+
 @pytest.mark.parametrize("fault", REFUSED)
 def test_a_tensor_that_a_collective_does_not_take_is_told(outcomes, fault):
     what, file = REFUSED[fault]
