@@ -157,6 +157,7 @@ class Engine:
         other.config = dataclasses.replace(self.config, lora=lora, optim=optim or self.config.optim)
         rules.check(other.config, self.arch, self.mesh.layout)
         other.source = dataclasses.replace(self.source, factors=factors_of(other.config, self.arch))
+        other.cost_model = CostModel.of(self.arch, lora)
         other.trained = other._trained(self.model)
         other.zero_grad()
         return other
