@@ -487,7 +487,7 @@ class Engine:
         adapter = None
         if self._frozen is not None:
             adapter = Adapter(self._frozen, self.config.lora)
-            adapter.load(self.source.factors)
+            _load(adapter, self.source.factors)
         return Trained(model, self.config, adapter)
 
     def _activate(self) -> None:
@@ -574,9 +574,9 @@ class Engine:
         self.trained.modes = before + modes
 
 
-def _load(model: Model, weights: WeightSource) -> None:
-    """Fill the model on every rank. Raises UserError on all ranks where one finds a bad weight, so that none waits for
-    others. Collectives: one all-gather over the world."""
+def _load(model: Model | Adapter, weights: WeightSource) -> None:
+    """Fill a model, or an adapter, on every rank. Raises UserError on all ranks where one finds a bad weight, so that
+    none waits for others. Collectives: one all-gather over the world."""
     problem: UserError | None = None
     try:
         model.load(weights)
