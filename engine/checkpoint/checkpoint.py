@@ -159,9 +159,9 @@ def load(folder: Path, model: Holds, optimizer: ChainedOptimizer) -> dict[str, o
     wanted = _state(model, optimizer, is_loading=True)
     with reader.reading(tensors):
         state: Any = dist_checkpointing.load(wanted, str(folder), common_strategy=reader.Common(common))
-    for index, module in enumerate(model.modules):
+    for index, module in enumerate(model.modules):  # a chunk without adapters has no state
         module.load_state_dict(
-            state[f"model{index}"] | {key: None for key in module.state_dict() if _is_extra_state(key)}
+            state.get(f"model{index}", {}) | {key: None for key in module.state_dict() if _is_extra_state(key)}
         )
     saved = state["optimizer"]
     for part in [saved] if "optimizer" in saved or "state" in saved else saved.values():  # one, or dense and experts

@@ -10,7 +10,7 @@ come before their consequences, and a rule may rely on those before it. To add a
 and a run that breaks it to tests/support/faults/impossible.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -321,6 +321,10 @@ def adapters(setup: Setup) -> Refusals:
     if config.parallel.gradient_accumulation_fusion:
         why = "is for weights of the model, which is frozen under an adapter (lora.rank)"
         yield "parallel.gradient_accumulation_fusion", why, "leave it at null"
+    empty = _stage_without({weight.layer for weight in weights}, setup)
+    if empty is not None:
+        why = f"gives no adapter to any layer of pipeline stage {empty}, which would have nothing to train"
+        yield "lora.targets", why, "name more, such as all, or change parallel.pp or parallel.stage_layers"
     if config.parallel.overlap_param_gather:
         why = "lets layers wait for their own weights, and an adapter's (lora.rank) are gathered at once"
         yield "parallel.overlap_param_gather", why, "leave it at null"
@@ -330,6 +334,16 @@ def adapters(setup: Setup) -> Refusals:
         if config.model.from_scratch:
             why = "makes weights that no server has, and with an adapter (lora.rank) no weights are sent"
             yield "model.from_scratch", why, "set it to false, or use rollout.backend=megatron"
+
+
+def _stage_without(layers: Set[int | None], setup: Setup) -> int | None:
+    """Return the first rank of the pipeline that holds none of these layers."""
+    pp, first = setup.layout.pp, 0
+    held = [False] * pp
+    for stage, count in enumerate(stage_layers(setup.arch, setup.layout, setup.config.parallel.stage_layers)):
+        held[stage % pp] |= not layers.isdisjoint(range(first, first + count))
+        first += count
+    return held.index(False) if False in held else None
 
 
 SUBJECTS = (

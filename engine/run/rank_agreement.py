@@ -13,6 +13,8 @@ from isoloss.engine.checkpoint.checkpoint import newest_first
 from isoloss.engine.config.schema import Config
 from isoloss.engine.run.folder import Fingerprint, run_folder, tokenizer_folder
 from isoloss.engine.step.model_source import ModelSource
+from isoloss.models.lora.peft_config import CONFIG
+from isoloss.models.lora.peft_folder import TENSORS
 from isoloss.models.weights.side_files import sidecars
 from isoloss.parallel import UserError
 from isoloss.parallel.collectives import gather_objects
@@ -75,13 +77,18 @@ def configuration_fingerprints(config: Config) -> list[Fingerprint]:
 
 
 def model_fingerprints(config: Config, source: ModelSource) -> list[Fingerprint]:
-    """Return fingerprints of the architecture, of the tokenizer's files, and of samples of the files of weights."""
+    """Return fingerprints of the architecture, of the tokenizer's files, and of samples of the files of weights, of the
+    model and of the adapter that training begins with."""
     tokenizer = tokenizer_folder(config)
     files = {name: _digest((tokenizer / name).read_bytes()) for name in sidecars(tokenizer)}
     fingerprints = [
         Fingerprint("the architecture of model.path", _digest(repr(source.arch).encode()), "its config.json"),
         Fingerprint("the tokenizer", _digest(repr(files).encode()), "a file of its folder"),
     ]
+    if config.lora.init is not None:
+        folder = Path(config.lora.init)
+        adapter = {path.name: sample(path) for path in (folder / CONFIG, folder / TENSORS)}
+        fingerprints.append(Fingerprint("the adapter of lora.init", _digest(repr(adapter).encode()), "a file of it"))
     if config.model.from_scratch:
         return fingerprints
     weights = {path.name: sample(path) for path in sorted(source.path.iterdir()) if path.suffix in WEIGHTS}

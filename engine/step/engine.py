@@ -157,6 +157,7 @@ class Engine:
         other.config = dataclasses.replace(self.config, lora=lora, optim=optim or self.config.optim)
         rules.check(other.config, self.arch, self.mesh.layout)
         other.source = dataclasses.replace(self.source, factors=factors_of(other.config, self.arch))
+        other.cost_model = CostModel.of(self.arch, lora)
         other.trained = other._trained(self.model)
         other.zero_grad()
         return other
@@ -486,7 +487,7 @@ class Engine:
         adapter = None
         if self._frozen is not None:
             adapter = Adapter(self._frozen, self.config.lora)
-            adapter.load(self.source.factors)
+            _load(adapter, self.source.factors)
         return Trained(model, self.config, adapter)
 
     def _activate(self) -> None:
@@ -573,9 +574,9 @@ class Engine:
         self.trained.modes = before + modes
 
 
-def _load(model: Model, weights: WeightSource) -> None:
-    """Fill the model on every rank. Raises UserError on all ranks where one finds a bad weight, so that none waits for
-    others. Collectives: one all-gather over the world."""
+def _load(model: Model | Adapter, weights: WeightSource) -> None:
+    """Fill a model, or an adapter, on every rank. Raises UserError on all ranks where one finds a bad weight, so that
+    none waits for others. Collectives: one all-gather over the world."""
     problem: UserError | None = None
     try:
         model.load(weights)

@@ -32,9 +32,9 @@ patches.use_torch_adamw()
 patches.reduce_among_ranks()
 
 
-def wrap_ddp(chunks: Sequence[Any], config: Config, mesh: Mesh) -> list[DistributedDataParallel]:
-    """Wrap each chunk with Megatron's gradient buffers, which sum over DP x context, in fp32 (fp64, bf16)."""
-    on_gpu = next(chunks[0].parameters()).is_cuda
+def wrap_ddp(chunks: Sequence[Any], config: Config, mesh: Mesh, *, on_gpu: bool) -> list[DistributedDataParallel]:
+    """Wrap each chunk with Megatron's gradient buffers, which sum over DP x context, in fp32 (fp64, bf16). Of several a
+    chunk may have no parameters."""
     ddp_config = DistributedDataParallelConfig(
         # Else sums are in the type of the weights.
         grad_reduce_in_fp32=config.train.precision != "fp64" and config.parallel.grad_reduce_dtype == "fp32",
@@ -171,6 +171,8 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config, d
     overrides = get_standard_config_overrides(settings)
     optimizer = get_megatron_optimizer(settings, list(chunks), overrides, use_gloo_process_groups=False)
     assert isinstance(optimizer, ChainedOptimizer)
+    # Where no rank trains any but experts, Megatron makes one more without parameters, which it cannot save.
+    optimizer = ChainedOptimizer([part for part in optimizer.chained_optimizers if part.optimizer is not None])
     parts = [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
     for part in parts:
         patches.complete_offload(part)

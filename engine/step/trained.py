@@ -34,10 +34,11 @@ class Trained:
     def __init__(self, model: Model, config: Config, adapter: Adapter | None = None):
         self._model, self.adapter = model, adapter
         self.modules: Sequence[nn.Module] = (adapter or model).modules
-        self.chunks = wrap_ddp(self.modules, config, model.mesh)
+        on_gpu = model.device.type == "cuda"
+        self.chunks = wrap_ddp(self.modules, config, model.mesh, on_gpu=on_gpu)
         self.optimizer = build_optimizer(self.chunks, config, model.dtype)
         self.overlap = Overlap(self.chunks)
-        self.gather = Gather(self.chunks, put_off=config.overlaps_param_gather(on_gpu=model.device.type == "cuda"))
+        self.gather = Gather(self.chunks, put_off=config.overlaps_param_gather(on_gpu=on_gpu))
         # Weights that are the model's leave with it.
         self.weights = Offloader(model.device, lambda: self.tensors() if adapter else ())
         self.memory = Offloader(

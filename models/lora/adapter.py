@@ -128,7 +128,7 @@ class Adapter:
         lora = self.lora
         return {
             "rank": lora.rank, "alpha": lora.alpha, "scaling": lora.scaling, "expert_rank": lora.expert_rank,
-            "targets": sorted({leaf for factors in self._of_weight.values() for leaf in leaves(factors.base)}),
+            "targets": sorted({name for factors in self._of_weight.values() for name in _targets(factors)}),
             "base": self._frozen.digest,
         }  # fmt: skip
 
@@ -222,6 +222,13 @@ class Adapter:
             return self.model.mesh.layout.sequence_parallel
         split = factors.a if factors.row_parallel else factors.b
         return owned.weight != split
+
+
+def _targets(factors: Factors) -> list[str]:
+    """Return what a checkpoint calls the matrices of a weight. Experts that a router chooses share names with the MLPs
+    around them, and may be adapted without them."""
+    prefix = "" if factors.base.expert is None else "experts."
+    return [prefix + leaf for leaf in leaves(factors.base)]
 
 
 def base_name(factor: str) -> str:

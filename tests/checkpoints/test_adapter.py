@@ -155,6 +155,24 @@ def test_another_adapter_is_refused(lora, says, model, one_rank, tmp_path):
     assert all(tensor.equal(before[name]) for name, tensor in engine.weights())
 
 
+def test_experts_without_their_neighbours_are_other_targets(one_rank, tmp_path):
+    """gate_proj is a name of experts, and of the shared ones and dense MLPs beside them."""
+    folder = write_folder("deepseek-v3", tmp_path / "model")
+    world.make_engine(folder, replace(LORA, targets=("mlp",)), **PLAIN).save(tmp_path / "step_00000001")
+    engine = world.make_engine(folder, replace(LORA, targets=("experts",)), **PLAIN)
+    with pytest.raises(UserError, match=r"lora.targets=\['down_proj', .*, and here lora.targets means \['experts.down"):
+        engine.load(tmp_path / "step_00000001")
+
+
+@pytest.mark.parametrize("options", [PLAIN, FP32], ids=str)
+def test_experts_alone_go_on_from_it(options, one_rank, tmp_path):
+    """The optimizer of all other factors has none."""
+    folder, out = write_folder("qwen3-moe", tmp_path / "model"), tmp_path / "step_00000002"
+    options = {"lora": replace(LORA, targets=("experts",)), **options}
+    wanted = world.saved(folder, out, SAMPLES, options)
+    assert wanted[2] < wanted[0] and world.resumed(folder, out, SAMPLES, options) == wanted
+
+
 def test_another_base_is_refused(model, one_rank, tmp_path):
     """A model of the same shapes with one other number."""
     world.make_engine(model, precision="fp32", **PLAIN).save(tmp_path / "step_00000001")

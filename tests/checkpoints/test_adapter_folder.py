@@ -1,6 +1,7 @@
 """Adapters between PEFT's folders, engines and checkpoints: nothing changes on the way."""
 
 import json
+import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 import transformers
 from numerics.test_transformers_parity import transformers_logprobs, transformers_model
 from peft.utils import load_peft_weights, set_peft_model_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.models import lora as world
 from support.models.families import VOCAB, write_folder
 from support.models.lora import LORA
@@ -159,3 +160,15 @@ def test_an_engine_refuses_another_adapter(tmp_path):
     write_adapter(out, read_architecture(folder), LORA, InitialFactors(1), None)
     with pytest.raises(UserError, match=r"lora.rank=4, and the adapter of lora.init=.* set lora.rank=3"):
         world.make_engine(folder, replace(LORA, rank=4, seed=None, init=str(out)))
+
+
+def test_a_bad_factor_of_one_stage_ends_every_rank(pool, one_rank, tmp_path):
+    """None waits for the one that has read it."""
+    folder, adapter = write_folder("qwen3", tmp_path / "model"), tmp_path / "adapter"
+    world.make_engine(folder).export_adapter(adapter)
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors[max(tensors)][0, 0] = math.nan  # of the last layer
+    save_file(tensors, path, metadata={"format": "pt"})
+    first, second = pool.run(2, world.refused_start, folder, adapter, {"pp": 2})
+    assert first == second and "adapter_model.safetensors" in first

@@ -27,6 +27,7 @@ from isoloss.engine.run.rank_agreement import (
     spans,
 )
 from isoloss.engine.step.model_source import resolve
+from isoloss.models.lora.config import LoraConfig
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
@@ -113,6 +114,20 @@ def test_what_a_model_folder_holds_is_compared(model, tmp_path):
     assert "the architecture of model.path" in differing(
         model_fingerprints(config, source), model_fingerprints(other, resolve(other))
     )
+
+
+def test_the_adapter_that_training_begins_with_is_compared(model, tmp_path):
+    """Copies in folders of one name, on two nodes."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    config = Config(ModelConfig(str(model), from_scratch=True))
+    source, config = resolve(config), replace(config, lora=LoraConfig(rank=2, init=str(adapter)))
+    found = []
+    for value in (0.0, 0.0, 1.0):
+        save_file({"a": torch.full((2, 2), value)}, adapter / "adapter_model.safetensors")
+        found.append(model_fingerprints(config, source))
+    assert differing(found[0], found[1]) == [] and differing(found[1], found[2]) == ["the adapter of lora.init"]
 
 
 def test_weights_are_sampled_from_end_to_end(tmp_path):

@@ -56,6 +56,13 @@ def test_a_layer_that_is_computed_again_has_its_own_adapter(layout, folder, pool
             assert torch.equal(gradient, together[name]), name
 
 
+def test_each_is_balanced_by_its_own_work(folder, one_rank):
+    """As alone: the balance decides which rank sums what."""
+    first = world.make_engine(folder, world.TENANTS[0])
+    second, alone = first.adapter(world.TENANTS[4]), world.make_engine(folder, world.TENANTS[4])
+    assert second.cost_model == alone.cost_model != first.cost_model
+
+
 def test_mistakes_are_refused(folder, one_rank):
     said = world.refused(folder)
     assert said.keys() == {"of a whole model", "without a rank", "unknown target", "of two models", "twice"}

@@ -10,7 +10,7 @@ from support.models.families import published, write_config
 from isoloss.engine.config import rules
 from isoloss.engine.config.schema import Config, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
 from isoloss.engine.rl.config import RLConfig, RLDataConfig, RolloutConfig
-from isoloss.models.families import qwen3, qwen3_moe
+from isoloss.models.families import deepseek_v3, qwen3, qwen3_moe
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.lora.config import LoraConfig
 from isoloss.models.lora.factors import adapter_map
@@ -112,6 +112,27 @@ def test_what_an_adapter_cannot_do(arch, changes, says):
     config = dataclasses.replace(Config(ModelConfig("x"), lora=LoraConfig(rank=2)), **changes)
     with pytest.raises(UserError, match=says):
         rules.check(config, arch, Layout())
+
+
+@pytest.mark.parametrize(
+    ("layout", "layers", "stage"),
+    [
+        (Layout(pp=2), (1, 3), 0),
+        (Layout(pp=2), (2, 2), None),
+        (Layout(pp=2, vpp=2), (1, 1, 1, 1), None),  # of the two stages of the first rank one has experts
+        (Layout(pp=4), (), 0),
+    ],
+)
+def test_a_pipeline_stage_without_adapters_is_refused(layout, layers, stage):
+    """One dense layer, and three with experts, which alone have adapters."""
+    arch = deepseek_v3.architecture(published("deepseek-v3", num_hidden_layers=4, first_k_dense_replace=1))
+    lora, parallel = LoraConfig(rank=2, targets=("experts",)), ParallelConfig(stage_layers=layers)
+    config = Config(ModelConfig("x"), lora=lora, parallel=parallel)
+    if stage is None:
+        rules.check(config, arch, layout)
+        return
+    with pytest.raises(UserError, match=rf"lora.targets=\[experts\] gives no .* stage {stage}.*name more, such as all"):
+        rules.check(config, arch, layout)
 
 
 def test_a_frozen_model_moves_no_selection_bias():

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +211,15 @@ def resumed(folder: Path, out: Path, samples: Sequence[Sample], options: Mapping
     engine = make_engine(folder, **options)
     assert engine.load(out) == {"step": 2}
     return _two_steps(engine, samples)
+
+
+def refused_start(folder: Path, adapter: Path, options: Mapping[str, Any]) -> str:
+    """What this rank says of an adapter to start from."""
+    try:
+        make_engine(folder, replace(LORA, init=str(adapter), seed=None), random_b=False, **options)
+    except UserError as error:
+        return str(error)
+    return "nothing"
 
 
 def exported(folder: Path, out: Path, samples: Sequence[Sample], layout: Mapping[str, Any]) -> float:

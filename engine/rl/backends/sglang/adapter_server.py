@@ -70,13 +70,15 @@ class AdapterServer(SGLangServer):
         with self._adapters.request() as adapter:
             body = {**request_body(request, tokens, sampling, budget), "lora_path": adapter.name}
             try:
-                return read_reply(request.id, self.post("/generate", body), adapter.version)
-            except ServerLost as lost:
-                raise ServerLost(f"{self.url}/generate: {lost}", lost.timed_out) from None
+                reply = self.post("/generate", body)
             except Refused as refused:
                 if adapter.name in str(refused):
                     raise ServerLost(f"{self.url} has lost the adapter {adapter.name}: {refused}") from None
                 raise
+            try:
+                return read_reply(request.id, reply, adapter.version)
+            except ServerLost as lost:
+                raise ServerLost(f"{self.url}/generate: {lost}") from None
 
     def weight_version(self) -> int | None:
         """See `Server`: the version of the adapter that requests name, if the server has it, on the model's files."""
