@@ -176,8 +176,15 @@ def load(folder: Path, model: Holds, optimizer: ChainedOptimizer) -> dict[str, o
 def _check_adapter(folder: Path, saved: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> None:
     if saved is None or here is None:
         if saved is not here:
-            holds, trains = ("a whole model", "an adapter") if saved is None else ("an adapter", "a whole model")
-            raise UserError(f"{folder} holds {holds}, and lora.rank says that {trains} is trained: correct one of them")
+            if here is None:
+                raise UserError(
+                    f"{folder} holds an adapter, and lora.rank=0 trains a whole model: set lora.rank={saved['rank']}, "
+                    "or start a new run in another output_dir"
+                )
+            raise UserError(
+                f"{folder} holds a whole model, and lora.rank={here['rank']} trains an adapter: set lora.rank=0, or "
+                "start a new run in another output_dir"
+            )
         return
     for name in here:
         if saved.get(name) == here[name]:

@@ -40,6 +40,10 @@ KEYS_BY_NAME = {name: key for key, names in NAMES.items() for name in names.spli
 # Explanation by a word of a name that has no key.
 WITHOUT_A_KEY = {
     **dict.fromkeys(("peft", "adapter"), "lora.rank above 0 trains an adapter (docs/lora.md)"),
+    "lora.dropout": "adapters have no dropout, so that a step depends on its samples alone; leave it out",
+    "lora.use_rslora": "lora.scaling=sqrt-rank multiplies by alpha / sqrt(rank)",
+    "lora.bias": "adapters have no bias, and those of the model stay as they are; leave it out",
+    "lora.enabled": "lora.rank above 0 trains an adapter (docs/lora.md)",
     "qlora": "lora.rank above 0 trains an adapter, of a model whose weights stay in train.precision (docs/lora.md)",
     **dict.fromkeys(
         ("logger", "wandb", "mlflow", "swanlab", "trackio", "tensorboard", "report_to", "logging_dir"),
@@ -97,7 +101,7 @@ def _plain(name: str) -> str:
 
 
 def _by_word(name: str) -> str | None:
-    words = [*name.split("."), *re.split(r"[._]", name)]
+    words = [name, *name.split("."), *re.split(r"[._]", name)]
     return next((WITHOUT_A_KEY[word] for word in words if word in WITHOUT_A_KEY), None)
 
 

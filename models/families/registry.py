@@ -134,7 +134,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if (folder / ADAPTER).is_file():
         raise UserError(
             f"model.path={folder} holds an adapter ({ADAPTER}), which would not be read: give the folder of its "
-            "model, and lora.init={folder} to train the adapter on; or merge it into its model (isoloss-convert merge)"
+            f"model, and lora.init={folder} to train the adapter on; or merge it into its model (isoloss-convert merge)"
         )
     if not path.is_file():
         raise UserError(f"model.path={folder} has no config.json; give the folder of a Hugging Face model")

@@ -1,5 +1,6 @@
 """Keys of LoRA (arXiv:2106.09685): a product of two low-rank factors is added to frozen matrices."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -44,11 +45,13 @@ class LoraConfig(Keys, group="lora"):
                 self.init is None, "lora.init", self.init,
                 "is an adapter to start from: set lora.rank to its rank, which adapter_config.json calls r",
             )  # fmt: skip
-            given = {"expert_rank": self.expert_rank, "seed": self.seed}
-            for name, value in given.items():
+            # Otherwise a forgotten lora.rank would train the whole model, and nobody would be told.
+            for field in dataclasses.fields(self):
+                value = getattr(self, field.name)
                 require(
-                    value is None, f"lora.{name}", value, "is for adapters: set lora.rank, as to 16, or leave it out"
-                )
+                    value == field.default, f"lora.{field.name}", list(value) if field.name == "targets" else value,
+                    "is for adapters: set lora.rank, as to 16, or leave it out",
+                )  # fmt: skip
         if self.init is not None:
             require(self.seed is None, "lora.seed", self.seed, "is for random factors: leave it out with lora.init")
 

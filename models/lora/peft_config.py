@@ -69,7 +69,7 @@ def read_config(folder: Path) -> PeftConfig:
     path = folder / CONFIG
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give one that PEFT or isoloss wrote an adapter to")
-    fields = read_json(path, f"give a folder with {CONFIG}, as PEFT writes it")
+    fields = read_json(path, f"give a folder with {CONFIG}, as PEFT writes it; of a run, RUN/adapter")
     _check_variant(path, fields)
     try:
         ranks = {str(name): _positive(rank, int) for name, rank in (fields.get("rank_pattern") or {}).items()}

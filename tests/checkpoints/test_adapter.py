@@ -142,7 +142,7 @@ def test_it_holds_the_adapter_alone(model, one_rank, tmp_path):
         (replace(LORA, rank=4), r"holds an adapter with lora.rank=3, and here lora.rank means 4"),
         (replace(LORA, targets=("attention",)), r"lora.targets=\['down_proj', .*\], and here lora.targets means"),
         (replace(LORA, alpha=1.0), r"lora.alpha=5.0, and here lora.alpha means 1.0"),
-        (LoraConfig(), r"holds an adapter, and lora.rank says that a whole model is trained"),
+        (LoraConfig(), r"holds an adapter, and lora.rank=0 trains a whole model: set lora.rank=3"),
     ],
     ids=str,
 )
@@ -186,5 +186,5 @@ def test_another_base_is_refused(model, one_rank, tmp_path):
 def test_a_whole_model_is_no_adapter(model, one_rank, tmp_path):
     world.make_engine(model, LoraConfig(), precision="fp32", **PLAIN).save(tmp_path / "step_00000001")
     engine = world.make_engine(model, precision="fp32", **PLAIN)
-    with pytest.raises(UserError, match=r"holds a whole model, and lora.rank says that an adapter is trained"):
+    with pytest.raises(UserError, match=r"holds a whole model, and lora.rank=3 trains an adapter: set lora.rank=0"):
         engine.load(tmp_path / "step_00000001")

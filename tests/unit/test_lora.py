@@ -144,7 +144,9 @@ def test_a_frozen_model_moves_no_selection_bias():
         rules.check(config, arch, Layout())
 
 
-@pytest.mark.parametrize("key", ({"seed": 1}, {"expert_rank": 4}))
+@pytest.mark.parametrize(
+    "key", ({"seed": 1}, {"expert_rank": 4}, {"alpha": 16.0}, {"scaling": "sqrt-rank"}, {"targets": ("mlp",)})
+)
 def test_keys_without_a_rank(key):
     with pytest.raises(UserError, match=r"is for adapters: set lora.rank"):
         LoraConfig(**key)
