@@ -15,7 +15,7 @@ class RunResult:
     checkpoint: folder of the last checkpoint.
     export: Hugging Face folder; None without checkpoint.export_hf, and where an adapter was trained.
     adapter: PEFT's folder of the adapter that was trained (lora.rank); None without checkpoint.export_hf.
-    base: folder or checkpoint of the model that training began with.
+    base: folder or checkpoint of the model that training began with; None for random weights.
     first_eval, last_eval: metrics of the first and last evaluation; empty without data.eval.
     idle: lines about steps that learned nothing, on the rank that prints.
     stopped: whether a callback ended the run before its last step.
@@ -51,6 +51,8 @@ class RunResult:
         if self.adapter is None:
             return []
         folder, base = self.adapter, self.base
+        if base is None:
+            return ["adapter: it is for random weights (model.from_scratch), which no folder holds"]
         return [
             f"adapter: merge it with isoloss-convert merge --hf {base} --adapter {folder} --out DIR; serve it with the "
             f"model {base} and --enable-lora --lora-paths NAME={folder} (SGLang) or --enable-lora --lora-modules "

@@ -234,7 +234,7 @@ class Run:
             stopped=self._stopped,
             export=None if is_adapter else exported,
             adapter=exported if is_adapter else None,
-            base=self._engine.source.path,
+            base=None if self._config.model.from_scratch else self._engine.source.path,
         )
 
     def print(self, lines: Sequence[str]) -> None:

@@ -172,7 +172,9 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config, d
     optimizer = get_megatron_optimizer(settings, list(chunks), overrides, use_gloo_process_groups=False)
     assert isinstance(optimizer, ChainedOptimizer)
     # Where no rank trains any but experts, Megatron makes one more without parameters, which it cannot save.
-    optimizer = ChainedOptimizer([part for part in optimizer.chained_optimizers if part.optimizer is not None])
+    trained = [part for part in optimizer.chained_optimizers if part.optimizer is not None]
+    if len(trained) < len(optimizer.chained_optimizers):
+        optimizer = ChainedOptimizer(trained)
     parts = [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
     for part in parts:
         patches.complete_offload(part)

@@ -59,7 +59,7 @@ class LoraConfig(Keys, group="lora"):
         """Return the values that a resumed run must not change, by key, as plain values; none without an adapter."""
         fixed = {
             "rank": self.rank, "alpha": self.alpha, "scaling": self.scaling, "targets": list(self.targets),
-            "expert_rank": self.expert_rank,
+            "expert_rank": self.expert_rank, "init": self.init, "seed": self.seed,
         }  # fmt: skip
         return {f"lora.{name}": value for name, value in fixed.items()} if self.rank > 0 else {}
 

@@ -181,7 +181,8 @@ def test_what_sglang_would_not_serve_is_refused(row, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", ({"alpha": 8.0}, {"scaling": "sqrt-rank"}, {"rank": 3}, {"targets": ("mlp",)}, {"expert_rank": 1})
+    "change",
+    ({"alpha": 8.0}, {"scaling": "sqrt-rank"}, {"rank": 3}, {"targets": ("mlp",)}, {"expert_rank": 1}, {"seed": 7}),
 )
 def test_a_resumed_run_has_the_adapter_that_it_had(change):
     config = Config(ModelConfig("x"), lora=LoraConfig(rank=2))
