@@ -45,7 +45,7 @@ class LoraConfig(Keys, group="lora"):
                 self.init is None, "lora.init", self.init,
                 "is an adapter to start from: set lora.rank to its rank, which adapter_config.json calls r",
             )  # fmt: skip
-            # Otherwise a forgotten lora.rank would train the whole model, and nobody would be told.
+            # Otherwise a forgotten lora.rank would train the whole model, without a word.
             for field in dataclasses.fields(self):
                 value = getattr(self, field.name)
                 require(
