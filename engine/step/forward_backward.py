@@ -112,14 +112,15 @@ def run_steps(
     """
     lost = None if dispatch_bound is None else torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     bound, busy = partial(_bound, model.mesh, dispatch_bound, lost), Stopwatch()
-    turns = [(each, index) for each in passes for index in range(len(each.batch.micro_batches))]
+    turns = [(number, index) for number, each in enumerate(passes) for index in range(len(each.batch.micro_batches))]
 
-    def micro_batch(index: int) -> tuple[Pass, PackedBatch]:
-        each, number = turns[index]
-        return each, each.batch.micro_batches[number]
+    def micro_batch(turn: int) -> tuple[int, PackedBatch]:
+        number, index = turns[turn]
+        return number, passes[number].batch.micro_batches[index]
 
-    def forward(chunk: nn.Module, turn: tuple[Pass, PackedBatch]) -> Tensor:
-        each, row = turn
+    def forward(chunk: nn.Module, turn: tuple[int, PackedBatch]) -> Tensor:
+        number, row = turn
+        each = passes[number]
         if each.activate is None:
             return _forward(model, each.router_losses, bound, chunk, row)
         each.activate()
@@ -128,9 +129,10 @@ def run_steps(
             output.register_hook(lambda _, activate=each.activate: activate())
         return output
 
-    def of_loss(turn: tuple[Pass, PackedBatch], hidden: Tensor):
-        each, row = turn
-        return _loss(model, each.loss, row, hidden)
+    def of_loss(turn: tuple[int, PackedBatch], hidden: Tensor):
+        number, row = turn
+        value, numbers = _loss(model, passes[number].loss, row, hidden)
+        return value, (number, numbers)
 
     rows = [tokens for each in passes for tokens in each.batch.rows]
     returned = run_schedule(
@@ -140,8 +142,8 @@ def run_steps(
     busy.stop()
     if lost is not None and model.mesh.tp.size() > 1:  # whose ranks have different tokens, and else the same numbers
         dist.all_reduce(lost, dist.ReduceOp.MAX, group=model.mesh.tp)
-    left = iter(returned)
-    parts = [[*islice(left, len(each.batch.micro_batches))] for each in passes]
+    # By the pass that a micro-batch names, not by its turn: the canary sees one that was computed twice, or not at all.
+    parts = [[numbers for of, numbers in returned if of == number] for number in range(len(passes))]
     return [step_metrics(model, each, part, lost, busy) for each, part in zip(passes, parts)]
 
 
