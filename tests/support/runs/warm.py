@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from multiprocessing.connection import wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,8 @@ class Popen(subprocess.Popen):
 
     def _wait(self, timeout):
         if self.returncode is None:
-            if not select.select([self._status], [], [], timeout)[0]:
+            # Not select, which takes no descriptor above 1023: gloo leaves open those of every group of a process.
+            if not wait([self._status], timeout):
                 raise subprocess.TimeoutExpired(self.args, timeout or 0)
             self.returncode = self._told()
             self._status.close()
