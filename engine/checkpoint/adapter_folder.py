@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from isoloss.models.lora.adapter import Adapter
-from isoloss.models.lora.factors import adapter_map
+from isoloss.models.lora.factors import factor_weights
 from isoloss.models.lora.peft_config import CONFIG
 from isoloss.models.lora.peft_folder import TENSORS, config_of, tensors_of
 from isoloss.parallel import UserError
@@ -32,8 +32,7 @@ def export_adapter(folder: Path, adapter: Adapter, base: Path) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         values = {int(index): tensor for path in pieces for index, tensor in load_file(path).items()}
-        weights = [weight for factors in adapter_map(arch, adapter.lora) for weight in (factors.a, factors.b)]
-        parts = [part for weight in weights for part in weight.parts]
+        parts = [part for weight in factor_weights(arch, adapter.lora) for part in weight.parts]
         tensors = tensors_of((part, values[index]) for index, part in enumerate(parts))
         (folder / CONFIG).write_text(json.dumps(config_of(arch, adapter.lora, str(base)), indent=2) + "\n")
         partial = folder / f".{TENSORS}"
@@ -48,10 +47,9 @@ def _own_parts(adapter: Adapter) -> Iterator[tuple[int, Tensor]]:
     """Yield what this rank writes: the place of a part among those of the adapter map, and its values. Collective over
     tp and etp."""
     place, start = dict[str, int](), 0
-    for factors in adapter_map(adapter.arch, adapter.lora):
-        for weight in (factors.a, factors.b):
-            place[weight.name] = start
-            start += len(weight.parts)
+    for weight in factor_weights(adapter.arch, adapter.lora):
+        place[weight.name] = start
+        start += len(weight.parts)
     for owned, whole in adapter.whole_tensors():
         if owned.weight.name in place and owned.first and owned.tp.rank() == 0:
             for index, part in enumerate(owned.weight.mapping.split(whole)):

@@ -14,7 +14,7 @@ from isoloss.engine.run.folder import Fingerprint
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.model_source import ModelSource, digest, digest_of
 from isoloss.models.lora.config import LoraConfig
-from isoloss.models.lora.factors import adapter_map
+from isoloss.models.lora.factors import factor_weights
 
 PIECE = 1 << 26  # bytes; the copies of two pieces overlap
 
@@ -80,6 +80,5 @@ def fingerprints(source: ModelSource, lora: LoraConfig) -> list[Fingerprint]:
     model = Fingerprint("the reference (the weights of model.path)", digest(source), "a file of model.path")
     if lora.rank == 0:
         return [model]
-    factors = [factor for pair in adapter_map(source.arch, lora) for factor in (pair.a, pair.b)]
-    adapter = digest_of(factors, source.factors)
+    adapter = digest_of(factor_weights(source.arch, lora), source.factors)
     return [model, Fingerprint("the reference's adapter", adapter, "lora.init, lora.seed or train.seed")]

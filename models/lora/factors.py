@@ -108,9 +108,14 @@ def adapter_map(arch: Architecture, lora: LoraConfig) -> tuple[Factors, ...]:
     return tuple(factors_of(weight, lora) for weight in adapted_weights(arch, lora.targets))
 
 
+def factor_weights(arch: Architecture, lora: LoraConfig) -> tuple[Weight, ...]:
+    """Return both factors of every adapted weight, in the order of `adapter_map`. Raises UserError as that."""
+    return tuple(weight for factors in adapter_map(arch, lora) for weight in (factors.a, factors.b))
+
+
 def num_factors(arch: Architecture, lora: LoraConfig) -> int:
     """Return the number of numbers in an adapter of the whole model."""
-    return sum(prod(factor.shape) for factors in adapter_map(arch, lora) for factor in (factors.a, factors.b))
+    return sum(prod(factor.shape) for factor in factor_weights(arch, lora))
 
 
 def adapted_weights(arch: Architecture, targets: Sequence[str]) -> tuple[Weight, ...]:
@@ -143,9 +148,7 @@ def adapted_weights(arch: Architecture, targets: Sequence[str]) -> tuple[Weight,
 
 def trained_weights(arch: Architecture, lora: LoraConfig) -> tuple[Weight, ...]:
     """Return the weights that are trained: the factors of an adapter, or without one the model's own."""
-    if lora.rank == 0:
-        return tuple(weight_map(arch))
-    return tuple(weight for factors in adapter_map(arch, lora) for weight in (factors.a, factors.b))
+    return factor_weights(arch, lora) if lora.rank > 0 else tuple(weight_map(arch))
 
 
 def present(arch: Architecture, targets: Sequence[str]) -> tuple[str, ...]:

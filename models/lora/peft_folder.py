@@ -1,9 +1,9 @@
 """The folder of an adapter as PEFT writes it: adapter_config.json and adapter_model.safetensors.
 
 PEFT joins adapters of experts as transformers joins their weights in memory: those of gate and up have twice the rank
-together. Where a file holds one tensor for all
-experts, the names are those of PEFT's ParamWrapper: A has the experts one below the other, B has them innermost, and
-of two wrappers around a module that of gate_up_proj is the inner one, `base_layer`.
+together. Where a file holds one tensor for all experts, the names are those of PEFT's ParamWrapper: A has the experts
+one below the other, B has them innermost, and of two wrappers around a module that of gate_up_proj is the inner one,
+`base_layer`.
 """
 
 import json

@@ -10,7 +10,7 @@ from typing import Any
 from isoloss.models.architecture import Architecture
 from isoloss.models.kinds.kind import Refusal
 from isoloss.models.lora.config import LoraConfig
-from isoloss.models.lora.factors import adapter_map, leaves
+from isoloss.models.lora.factors import adapter_map, factor_weights, leaves
 from isoloss.models.lora.peft_folder import config_of
 
 # Families whose log-probabilities under an adapter were compared with the engine's (tests/sglang/test_adapters.py).
@@ -39,5 +39,5 @@ def served_config(arch: Architecture, lora: LoraConfig, base: str) -> dict[str, 
 
 def served_shapes(arch: Architecture, lora: LoraConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of an adapter's tensors by PEFT's names."""
-    weights = [weight for factors in adapter_map(arch, lora) for weight in (factors.a, factors.b)]
-    return {f"base_model.model.{part.tensor}": part.shape for weight in weights for part in weight.parts}
+    parts = [part for weight in factor_weights(arch, lora) for part in weight.parts]
+    return {f"base_model.model.{part.tensor}": part.shape for part in parts}

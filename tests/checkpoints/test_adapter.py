@@ -156,7 +156,7 @@ def test_another_adapter_is_refused(lora, says, model, one_rank, tmp_path):
 
 
 def test_experts_without_their_neighbours_are_other_targets(one_rank, tmp_path):
-    """gate_proj is a name of experts, and of the shared ones and dense MLPs beside them."""
+    """Experts that a router chooses, shared experts and dense MLPs all have a gate_proj."""
     folder = write_folder("deepseek-v3", tmp_path / "model")
     world.make_engine(folder, replace(LORA, targets=("mlp",)), **PLAIN).save(tmp_path / "step_00000001")
     engine = world.make_engine(folder, replace(LORA, targets=("experts",)), **PLAIN)

@@ -107,7 +107,7 @@ def test_a_sum_is_rounded_once(name, tmp_path):
 
 @pytest.mark.parametrize(("numbers", "unchanged", "lost"), [(2.0**-10, 1.0, 1.0), (2.0**-6, 0.0, 0.0)])
 def test_what_rounding_takes_is_told(numbers, unchanged, lost, tmp_path, capsys):
-    """Beside ones in bf16, whose neighbour is 1 + 1/128, an update of 1/1024 is lost and one of 1/64 is not."""
+    """The next number after 1 in bf16 is 1 + 1/128: an update of 1/1024 is lost, and one of 1/64 is kept."""
     hf, adapter, out = write_folder("qwen3", tmp_path / "hf"), tmp_path / "adapter", tmp_path / "out"
     (path,) = hf.glob("*.safetensors")
     save_file({k: torch.ones_like(v, dtype=torch.bfloat16) for k, v in load_file(path).items()}, path, {"format": "pt"})
@@ -139,7 +139,7 @@ def change_config(adapter: Path, **fields: object) -> None:
 
 
 def test_a_model_of_several_files(pair, tmp_path, capsys):
-    """Names of files, headers and index stay; a dry run writes nothing; what is harmless is told once."""
+    """Names of files, headers and index stay; a dry run writes nothing; harmless differences print one line."""
     hf, adapter = pair
     change_config(adapter, lora_dropout=0.1)
     save_file({"other": torch.ones(1)}, hf / "consolidated.safetensors")  # beside the model's, as some are published

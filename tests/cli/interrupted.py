@@ -2,7 +2,7 @@
 
 python -m cli.interrupted loading|training
 
-Or one that trains, and hangs once it was told to end:
+Or one that trains, and hangs after it received a signal to end:
 
 python -m cli.interrupted told WORD ...
 """

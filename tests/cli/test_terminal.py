@@ -1,5 +1,5 @@
-"""Runs in a terminal that are told to end while they show the live view: what the screen shows, the status, and what
-was saved."""
+"""Runs in a terminal that receive a signal to end while they show the live view: the screen, the status, and what was
+saved."""
 
 import os
 import re

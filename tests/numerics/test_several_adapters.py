@@ -33,7 +33,7 @@ def equal(got: world.Tenant, wanted: world.Tenant) -> bool:
     "layout", [pytest.param(name, marks=[] if name in ("1", "pp2") else pytest.mark.full) for name in LAYOUTS]
 )
 def test_each_among_five_is_what_it_is_alone(layout, folder, pool, tmp_path):
-    """Of other ranks, scales, targets and samples; in turns, in one schedule, beside one that goes wrong."""
+    """Of other ranks, scales, targets and samples; in turns, in one schedule, next to one whose loss is infinite."""
     world_size, options = LAYOUTS[layout]
     options = {"max_tokens": 64, **options}
     found = pool.run(world_size, world.among_others, folder, SAMPLES, tmp_path / "step_00000000", options)
