@@ -174,18 +174,18 @@ def load(folder: Path, model: Holds, optimizer: ChainedOptimizer) -> dict[str, o
 
 
 def _check_adapter(folder: Path, saved: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> None:
-    if saved is None or here is None:
-        if saved is not here:
-            if here is None:
-                raise UserError(
-                    f"{folder} holds an adapter, and lora.rank=0 trains a whole model: set lora.rank={saved['rank']}, "
-                    "or start a new run in another output_dir"
-                )
-            raise UserError(
-                f"{folder} holds a whole model, and lora.rank={here['rank']} trains an adapter: set lora.rank=0, or "
-                "start a new run in another output_dir"
-            )
-        return
+    if saved is None:
+        if here is None:
+            return
+        raise UserError(
+            f"{folder} holds a whole model, and lora.rank={here['rank']} trains an adapter: set lora.rank=0, or "
+            "start a new run in another output_dir"
+        )
+    if here is None:
+        raise UserError(
+            f"{folder} holds an adapter, and lora.rank=0 trains a whole model: set lora.rank={saved['rank']}, "
+            "or start a new run in another output_dir"
+        )
     for name in here:
         if saved.get(name) == here[name]:
             continue
