@@ -6,6 +6,7 @@ from typing import Any
 
 from isoloss.engine.config.parse import defaults
 from isoloss.engine.config.schema import Config
+from isoloss.models.lora.config import LoraConfig
 from isoloss.parallel.runtime.config_key import Keys, key, require
 
 # Keys of a run that the server obeys; `serve.*` are its own. Clients decide the rest.
@@ -73,6 +74,11 @@ class ServeConfig(Config):
                 default = dict(_flat(plain)).get(name)
                 hint = "is a key of runs that isoloss-serve does not read: its clients decide; leave it out"
                 require(_plain(value) == default, name, value, hint)
+
+    def of_engine(self) -> Config:
+        """Return the configuration of the engine whose frozen model all clients share."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(Config)}
+        return Config(**{**values, "lora": LoraConfig(rank=1)})
 
     @property
     def name(self) -> str:

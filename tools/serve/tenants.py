@@ -149,6 +149,7 @@ class Tenants:
                     for here, there in zip(sampler.engine.trained.tensors(), factors, strict=True):
                         here.copy_(there)
         sampler.version = version
+        sampler.backend.update_weights((), 0)
         return sampler
 
     def _sampler_of(self, lora: LoraConfig) -> "Sampler":

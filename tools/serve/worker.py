@@ -3,14 +3,12 @@
 torchrun --nproc_per_node N -m isoloss.tools.serve.worker SOCKET key=value ...
 """
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Client, Connection
 from typing import TYPE_CHECKING
 
 from isoloss.engine.instruments import startup, watchdog
-from isoloss.models.lora.config import LoraConfig
 from isoloss.parallel import UserError
 from isoloss.recipes import launch
 from isoloss.tools.serve.commands import Failed
@@ -39,7 +37,7 @@ def serve(address: str, config: ServeConfig) -> None:
     from isoloss.parallel.rank0 import RankZero
     from isoloss.tools.serve.tenants import Tenants
 
-    engine = Engine(dataclasses.replace(config, lora=LoraConfig(rank=1)))
+    engine = Engine(config.of_engine())
     tenants = Tenants(engine, config.serve.concurrency)
     rank0 = RankZero(patient=watchdog.patient)
     connection = Client(address, "AF_UNIX") if rank0.here else None
@@ -66,7 +64,7 @@ def facts_of(engine: "Engine") -> dict[str, object]:
     return {
         "max_positions": engine.arch.max_positions,
         "vocab_size": engine.arch.vocab_size,
-        "stop_token_ids": stop_tokens(folder, load_tokenizer(folder)),
+        "stop_token_ids": stop_tokens(folder, load_tokenizer(folder, engine.arch.vocab_size)),
     }
 
 
