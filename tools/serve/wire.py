@@ -65,7 +65,7 @@ class Sampled:
 
 
 def decompressed(body: bytes, encoding: str | None, limits: Limits) -> bytes:
-    """Return a body without its Content-Encoding. Raises BadRequest for one that is too long, before it is in memory."""
+    """Return a body without its Content-Encoding. Raises BadRequest for a long one, before it is in memory."""
     if len(body) > limits.body_bytes:
         raise BadRequest(f"the body is longer than {limits.body_bytes} bytes (serve.max_body_bytes)")
     if encoding in (None, "", "identity"):
@@ -99,7 +99,7 @@ def read_forward_backward(body: bytes, encoding: str | None, limits: Limits) -> 
         raise BadRequest(f"{len(sent.data)} datums in one request are more than {limits.datums} (serve.chunk_datums)")
     if not sent.data:
         raise BadRequest("a request needs a datum")
-    config: dict[str, float | str] = {name: value for name, value in sent.loss_fn_config.items()}
+    config: dict[str, float | str] = dict(sent.loss_fn_config)
     for name, value in sent.loss_fn_config_v2.items():
         config[name] = value.text if value.HasField("text") else value.number
     data = tuple(_datum(datum, f"datum {k}", limits) for k, datum in enumerate(sent.data))
@@ -125,8 +125,8 @@ def _datum(sent, place: str, limits: Limits) -> Datum:
     for name, values in inputs.items():
         if len(values) != len(tokens) or values.shape not in (targets.shape, targets.shape[:1]):
             raise BadRequest(
-                f"{place}: {name} has shape {values.shape}, {len(tokens)} tokens were given, and target_tokens has shape "
-                f"{targets.shape}"
+                f"{place}: {name} has shape {values.shape}, but there are {len(tokens)} tokens, and target_tokens of "
+                f"shape {targets.shape}"
             )
         if values.dtype == np.float32 and not np.isfinite(values).all():
             raise BadRequest(f"{place}: {name} has a number that is not finite")
@@ -187,7 +187,7 @@ def forward_backward_answer(logprobs: Sequence[np.ndarray], metrics: Mapping[str
         if name.count(":") != 1 or name.split(":")[1] not in SUFFIXES:
             raise ValueError(f"metric {name!r} must be NAME:REDUCTION with one of {', '.join(SUFFIXES)}")
         answer.metrics[name] = value
-    return answer.SerializeToString()
+    return answer.SerializeToString(deterministic=True)
 
 
 def sample_answer(
@@ -214,4 +214,4 @@ def sample_answer(
         top = answer.topk_prompt_logprobs
         top.token_ids, top.logprobs = ids.astype(np.int32).tobytes(), values.astype(np.float32).tobytes()
         top.length, top.k = ids.shape
-    return answer.SerializeToString()
+    return answer.SerializeToString(deterministic=True)
