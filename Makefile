@@ -36,7 +36,7 @@ SORT := runs/sft-sort
 # The folder of a run: the one that ARGS names, else the newest of its recipe.
 RUN_FOLDER = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),$$(ls -td runs/$@-*/ | head -n 1))
 
-.PHONY: help install environments sft grpo dapo test test-newer test-newer-cpu newer test-all coverage mutants fresh-mutants chaos soak slowest budget test-docs test-sglang prove-all bench bench-rl lint links types docs clean
+.PHONY: help install environments sft grpo dapo test test-newer test-newer-cpu newer test-all coverage mutants fresh-mutants chaos soak slowest budget test-docs test-sglang test-tinker prove-all bench bench-rl lint links types docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -52,6 +52,7 @@ help:
 	@echo "make chaos      kills, signals, damaged files, failing disks and networks: real runs must survive them (20 minutes);  make soak: an hour"
 	@echo "make test-docs  every command of README.md and docs, as it is written there"
 	@echo "make test-sglang  the same client against a real SGLang server, on a CPU, in an environment of its own"
+	@echo "make test-tinker  isoloss-serve with the real clients: Tinker's SDK, in an environment of its own"
 	@echo "make prove-all  what both leave of the grids: every layout, mode and token budget (an hour and a half)"
 	@echo "make bench      side-by-side measurements;  make bench-rl: of a GRPO step, with TRL in an environment of its own"
 	@echo "make lint       ruff;  make types: pyright;  make docs: the documentation as a site, into site/"
@@ -68,7 +69,7 @@ install: .venv/.ready
 	touch $@
 
 # All that .ci/run uses.
-environments: install .venv/.docs .sglang-venv/.ready
+environments: install .venv/.docs .sglang-venv/.ready .tinker-venv/.ready
 
 sft: install
 	$(RUN) -m isoloss.recipes.sft $(ARGS)
@@ -80,7 +81,7 @@ grpo dapo: install
 	@$(BIN)/python -m isoloss.tools.reward_curve "$(RUN_FOLDER)"
 
 test: install
-	$(PYTEST) $(PARALLEL) -m 'not full and not slow and not sglang and not docs' $(ARGS)
+	$(PYTEST) $(PARALLEL) -m 'not full and not slow and not sglang and not tinker and not docs' $(ARGS)
 
 test-all: install
 	$(PYTEST) $(PARALLEL) $(ARGS)
@@ -98,7 +99,7 @@ test-newer-cpu:
 	else echo "$(PYTHON312) and $(TORCH)+cpu for it are not both at hand: nothing was run"; fi
 
 newer: .venv312/.ready
-	$(ONE_THREAD) .venv312/bin/pytest $(PARALLEL) -m 'not full and not slow and not sglang and not docs' $(ARGS)
+	$(ONE_THREAD) .venv312/bin/pytest $(PARALLEL) -m 'not full and not slow and not sglang and not tinker and not docs' $(ARGS)
 
 .venv312/.ready: setup.py pyproject.toml constraints.txt
 	test -x .venv312/bin/python || $(PYTHON312) -m venv .venv312
@@ -147,6 +148,16 @@ test-docs: install
 test-sglang: install .sglang-venv/.ready
 	$(PYTEST) -m 'sglang and not slow' --timeout 1200 $(ARGS)
 
+# isoloss-serve with the real clients, Tinker's SDK and recipes, in an environment of their own.
+test-tinker: install .tinker-venv/.ready
+	$(PYTEST) -m 'tinker and not slow' $(ARGS)
+
+.tinker-venv/.ready: tests/serve/requirements.txt
+	test -x .tinker-venv/bin/python || $(PYTHON) -m venv .tinker-venv
+	$(call INSTALL,.tinker-venv) $(TORCH) -c constraints.txt
+	$(call INSTALL,.tinker-venv) --no-deps -r $<
+	touch $@
+
 .sglang-venv/.ready: tests/sglang/requirements.txt
 	test -x .sglang-venv/bin/python || $(PYTHON) -m venv .sglang-venv
 	$(call INSTALL,.sglang-venv) $(TORCH) -c constraints.txt
@@ -154,7 +165,7 @@ test-sglang: install .sglang-venv/.ready
 	touch $@
 
 prove-all: install
-	$(PYTEST) $(PARALLEL) -m 'slow and not sglang' $(ARGS)
+	$(PYTEST) $(PARALLEL) -m 'slow and not sglang and not tinker' $(ARGS)
 
 bench: install
 	for script in benchmarks/*.py; do echo "== $$script"; OMP_NUM_THREADS=1 $(BIN)/python $$script || exit 1; done
@@ -192,4 +203,4 @@ docs: .venv/.docs links
 	touch $@
 
 clean:
-	rm -rf .venv .venv312 .sglang-venv .trl-venv .uv .links build site *.egg-info
+	rm -rf .venv .venv312 .sglang-venv .tinker-venv .trl-venv .uv .links build site *.egg-info

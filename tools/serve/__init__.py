@@ -1,1 +1,1 @@
-"""Serve the Tinker API from an engine of one's own (docs/serve.md): a front process, which speaks HTTP, and ranks."""
+"""Serve an engine to clients that speak the API of Tinker (isoloss-serve)."""

@@ -26,6 +26,7 @@ from isoloss.parallel.runtime.console import say
 from isoloss.parallel.runtime.errors import UserError
 from isoloss.recipes import launch
 from isoloss.tools.serve import commands, keys, wire
+from isoloss.tools.serve.arrays import Limits, decompressed
 from isoloss.tools.serve.config import ServeConfig
 from isoloss.tools.serve.journal import Entry, Journal
 from isoloss.tools.serve.link import Link
@@ -62,11 +63,11 @@ class Front:
         self.done: dict[str, asyncio.Event] = {}
         self.work = asyncio.Event()
         self.steps: dict[str, int] = {}
-        self.limits = wire.Limits(
+        self.limits = Limits(
             body_bytes=config.serve.max_body_bytes,
             decompressed_bytes=config.serve.max_decompressed_bytes,
-            datums=config.serve.chunk_datums,
-            tokens=config.batch.max_tokens,
+            datums=config.serve.max_datums,
+            tokens=config.serve.max_tokens,
         )
 
     # ---- start ------------------------------------------------------------------------------------------------------
@@ -266,7 +267,8 @@ class Front:
                 continue
             sampled = outcome[k]
             sequences = [wire.Sampled(tokens, logprobs, finish) for tokens, logprobs, finish in sampled.completions]
-            self.finish(entry, wire.sample_answer(sequences, sampled.prompt_logprobs, sampled.top), PROTOBUF)
+            top = None if sampled.top is None else wire.TopK(*sampled.top)
+            self.finish(entry, wire.sample_answer(sequences, sampled.prompt_logprobs, top), PROTOBUF)
 
     def sample_request(self, entry: Entry) -> commands.SampleRequest:
         """Return what a request for completions asks. Raises UserError where it asks for what does not exist."""
@@ -362,7 +364,7 @@ class Front:
         return JSONResponse(
             {
                 "proto_compress_fwdbwd": True,
-                "fwdbwd_max_chunk_len": serve.chunk_datums,
+                "fwdbwd_max_chunk_len": serve.max_datums,
                 "fwdbwd_max_chunk_bytes_count": serve.chunk_bytes,
                 "parallel_fwdbwd_chunks": True,
             }
@@ -467,7 +469,9 @@ class Front:
         raw = await body_of(request, self.config)
         asked = wire.read_forward_backward(raw, request.headers.get("content-encoding"), self.limits)
         self.model_of(asked.model_id, owner)
-        plain = wire.decompressed(raw, request.headers.get("content-encoding"), self.limits)
+        plain = decompressed(raw, request.headers.get("content-encoding"), self.limits)
+        if asked.seq_id is None:
+            raise Refused(400, "seq_id is missing: the requests of a training client are numbered from 1")
         return self.future(asked.model_id, asked.seq_id, owner, "forward_backward", plain)
 
     def of_model(self, kind: str) -> Handler:

@@ -1,92 +1,150 @@
-"""Protobuf messages of the Tinker API that the server reads and writes, made of a table of their fields.
+"""Messages of Tinker's API that travel as protobuf: those that the server reads or writes.
 
-No .proto file is published: numbers and types are those that the SDK sends (0.25 and later).
+No .proto file is published. The field numbers were read from the descriptors of its SDK, and a test compares them with
+the installed SDK's. Fields that are missing here are skipped when a message is read, as protobuf does with any field
+that it does not know. The messages have a package and a pool of their own, so that they can live in one process with
+the SDK's.
 """
+
+from typing import Any, NamedTuple
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-PACKAGE = "isoloss.tinker"
-KINDS = {"double": 1, "float": 2, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12, "uint32": 13, "enum": 14}
-# A field is "NAME TYPE"; + repeated, ? optional, @ONEOF a member of one, map a map from text.
-MESSAGES: dict[str, dict[int, str]] = {
-    "EncodedTextChunk": {1: "tokens bytes"},
-    "ImageChunk": {1: "data bytes"},
-    "DmelChunk": {1: "dmel bytes"},
-    "Chunk": {1: "encoded_text EncodedTextChunk @chunk", 2: "image ImageChunk @chunk", 3: "dmel DmelChunk @chunk"},
-    "SparseCsr": {1: "values bytes", 2: "crow_indices bytes", 3: "col_indices bytes"},
-    "Tensor": {1: "dense bytes @encoding", 2: "sparse_csr SparseCsr @encoding", 3: "dtype enum", 4: "shape int64 +"},
-    "Datum": {1: "model_input Chunk +", 2: "loss_fn_inputs Tensor map"},
-    "LossConfigValue": {1: "number double @value", 2: "text string @value"},
-    "ForwardBackwardRequest": {
-        1: "model_id string",
-        2: "seq_id int32",
-        3: "data Datum +",
-        4: "loss_fn string",
-        5: "loss_fn_config float map",
-        6: "forward_only bool",
-        7: "loss_fn_config_v2 LossConfigValue map",
-    },
-    "BatchedTensor": {1: "data bytes", 2: "offsets bytes", 3: "dtype enum", 4: "trailing_shape int64 +"},
-    "ArrayRecord": {1: "type_tag string", 2: "fields BatchedTensor map", 3: "num_datums int64"},
-    "ForwardBackwardOutput": {
-        1: "loss_fn_output_type string",
-        2: "loss_fn_outputs ArrayRecord +",
-        3: "metrics double map",
-    },
-    "TopkLogprobs": {1: "token_ids bytes", 2: "logprobs bytes", 3: "k uint32", 4: "length uint32"},
-    "SampledSequence": {1: "stop_reason enum", 2: "tokens bytes", 3: "logprobs bytes ?"},
-    "SampleResponse": {
-        1: "sequences SampledSequence +",
-        2: "prompt_logprobs bytes ?",
-        3: "topk_prompt_logprobs TopkLogprobs ?",
-    },
+PACKAGE = "isoloss.serve"
+ENUMS = {
+    "StopReason": ("STOP_REASON_STOP", "STOP_REASON_LENGTH"),
+    "DType": ("DTYPE_UNSPECIFIED", "DTYPE_FLOAT32", "DTYPE_INT64", "DTYPE_INT32", "DTYPE_BFLOAT16"),
+}
+STOP, LENGTH = range(2)
+UNSPECIFIED, FLOAT32, INT64, INT32, BFLOAT16 = range(5)
+
+
+class Row(NamedTuple):
+    """A field of a message.
+
+    type: a scalar of protobuf, an enum or a message.
+    label: "" (one value), "repeated", "optional" (presence is known), "map" (from strings), else the oneof's name.
+    """
+
+    name: str
+    number: int
+    type: str
+    label: str = ""
+
+
+MESSAGES = {
+    # What the client sends.
+    "ForwardBackwardRequest": (
+        Row("model_id", 1, "string"),
+        Row("seq_id", 2, "int32"),
+        Row("data", 3, "Datum", "repeated"),
+        Row("loss_fn", 4, "string"),
+        Row("loss_fn_config", 5, "double", "map"),
+        Row("forward_only", 6, "bool"),
+        Row("loss_fn_config_v2", 7, "LossConfigValue", "map"),
+    ),
+    "LossConfigValue": (Row("number", 1, "double", "value"), Row("text", 2, "string", "value")),
+    "Datum": (Row("model_input", 1, "Chunk", "repeated"), Row("loss_fn_inputs", 2, "Tensor", "map")),
+    "Chunk": (
+        Row("encoded_text", 1, "EncodedTextChunk", "chunk"),
+        Row("image", 2, "ImageChunk", "chunk"),
+        Row("dmel", 3, "DmelChunk", "chunk"),
+    ),
+    "EncodedTextChunk": (Row("tokens", 1, "bytes"),),
+    "ImageChunk": (),  # refused, whatever they contain
+    "DmelChunk": (),
+    "Tensor": (
+        Row("dense", 1, "bytes", "encoding"),
+        Row("sparse_csr", 2, "SparseCsr", "encoding"),
+        Row("dtype", 3, "DType"),
+        Row("shape", 4, "int64", "repeated"),
+    ),
+    "SparseCsr": (Row("values", 1, "bytes"), Row("crow_indices", 2, "bytes"), Row("col_indices", 3, "bytes")),
+    # What it gets.
+    "ForwardBackwardOutput": (
+        Row("loss_fn_output_type", 1, "string"),
+        Row("loss_fn_outputs", 2, "ArrayRecord", "repeated"),
+        Row("metrics", 3, "double", "map"),
+    ),
+    "ArrayRecord": (Row("fields", 2, "BatchedTensor", "map"), Row("num_datums", 3, "int64")),
+    "BatchedTensor": (
+        Row("data", 1, "bytes"),
+        Row("offsets", 2, "bytes"),
+        Row("dtype", 3, "DType"),
+        Row("trailing_shape", 4, "int64", "repeated"),
+    ),
+    "SampleResponse": (
+        Row("sequences", 1, "SampledSequence", "repeated"),
+        Row("prompt_logprobs", 2, "bytes", "optional"),
+        Row("topk_prompt_logprobs", 3, "TopkLogprobs", "optional"),
+    ),
+    "SampledSequence": (
+        Row("stop_reason", 1, "StopReason"),
+        Row("tokens", 2, "bytes"),
+        Row("logprobs", 3, "bytes", "optional"),
+        Row("topk_sampled_logprobs", 4, "TopkLogprobs", "optional"),
+    ),
+    "TopkLogprobs": (
+        Row("token_ids", 1, "bytes"),
+        Row("logprobs", 2, "bytes"),
+        Row("k", 3, "uint32"),
+        Row("length", 4, "uint32"),
+    ),
 }
 
 
-def message(name: str):
-    """Return the class of a message."""
-    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
+def file_of_messages() -> descriptor_pb2.FileDescriptorProto:
+    """Return ENUMS and MESSAGES as protobuf describes a .proto file."""
+    file = descriptor_pb2.FileDescriptorProto(name="isoloss/serve.proto", package=PACKAGE, syntax="proto3")
+    for name, values in ENUMS.items():
+        described = file.enum_type.add(name=name)
+        for number, value in enumerate(values):
+            described.value.add(name=value, number=number)
+    for name, rows in MESSAGES.items():
+        message = file.message_type.add(name=name)
+        # Protobuf wants the oneofs that stand for "optional" behind the others.
+        for row in sorted(rows, key=lambda row: row.label == "optional"):
+            _add(message, row)
+    return file
 
 
-def _pool() -> descriptor_pool.DescriptorPool:
-    file = descriptor_pb2.FileDescriptorProto(name="isoloss_tinker.proto", package=PACKAGE, syntax="proto3")
-    for name, fields in MESSAGES.items():
-        of_message = file.message_type.add(name=name)
-        for number, text in fields.items():
-            field, kind, *rest = text.split()
-            label = rest[0] if rest else ""
-            if label == "map":
-                entry = of_message.nested_type.add(name=_entry(field))
-                entry.options.map_entry = True
-                _typed(entry.field.add(name="key", number=1, label=1), "string")
-                _typed(entry.field.add(name="value", number=2, label=1), kind)
-                _typed(of_message.field.add(name=field, number=number, label=3), f"{name}.{_entry(field)}")
-                continue
-            made = of_message.field.add(name=field, number=number, label=3 if label == "+" else 1)
-            _typed(made, kind)
-            if label.startswith("@") or label == "?":
-                oneof = label[1:] or f"_{field}"
-                names = [each.name for each in of_message.oneof_decl]
-                if oneof not in names:
-                    of_message.oneof_decl.add(name=oneof)
-                    names.append(oneof)
-                made.oneof_index = names.index(oneof)
-                made.proto3_optional = label == "?"
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return pool
-
-
-def _typed(field: descriptor_pb2.FieldDescriptorProto, kind: str) -> None:
-    # An enum travels as an int32.
-    if kind in KINDS:
-        field.type = KINDS["int32" if kind == "enum" else kind]  # pyright: ignore[reportAttributeAccessIssue]
+def _add(message: descriptor_pb2.DescriptorProto, row: Row) -> None:
+    field = message.field.add(
+        name=row.name, number=row.number, label=descriptor_pb2.FieldDescriptorProto.LABEL_OPTIONAL
+    )
+    if row.label == "map":  # a repeated message of key and value, under a name that protobuf prescribes
+        entry = message.nested_type.add(name=row.name.title().replace("_", "") + "Entry")
+        entry.options.map_entry = True
+        _add(entry, Row("key", 1, "string"))
+        _add(entry, Row("value", 2, row.type))
+        _set_type(field, f"{message.name}.{entry.name}")
     else:
-        field.type, field.type_name = field.TYPE_MESSAGE, f".{PACKAGE}.{kind}"
+        _set_type(field, row.type)
+    if row.label in ("repeated", "map"):
+        field.label = descriptor_pb2.FieldDescriptorProto.LABEL_REPEATED
+    elif row.label:
+        field.proto3_optional = row.label == "optional"
+        oneof = f"_{row.name}" if field.proto3_optional else row.label
+        known = [declared.name for declared in message.oneof_decl]
+        if oneof not in known:
+            message.oneof_decl.add(name=oneof)
+            known.append(oneof)
+        field.oneof_index = known.index(oneof)
 
 
-def _entry(field: str) -> str:
-    return "".join(part.capitalize() for part in field.split("_")) + "Entry"
+def _set_type(field: descriptor_pb2.FieldDescriptorProto, name: str) -> None:
+    kinds = descriptor_pb2.FieldDescriptorProto.Type
+    if f"TYPE_{name.upper()}" in dict(kinds.items()):
+        field.type = kinds.Value(f"TYPE_{name.upper()}")
+    else:
+        field.type = kinds.Value("TYPE_ENUM" if name in ENUMS else "TYPE_MESSAGE")
+        field.type_name = f".{PACKAGE}.{name}"
 
 
-_POOL = _pool()
+_POOL = descriptor_pool.DescriptorPool()
+_POOL.AddSerializedFile(file_of_messages().SerializeToString())
+
+
+def new(name: str) -> Any:
+    """Return an empty message of that name. Protobuf makes its classes at run time: no type checker knows them."""
+    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))()

@@ -1,217 +1,239 @@
-"""Bytes of the Tinker API <-> nouns of the server. Messages are of our own table; a test compares it with the SDK's.
+"""Bytes of Tinker's API, and the nouns that the server computes with.
 
-Shape suffixes: T tokens of one datum, N its targets, K targets of a position.
+A `forward_backward` request is protobuf, perhaps compressed with zstd; so are the answers to it and to `asample`.
+Whatever bytes arrive, reading them ends with a noun that is right in every particular, or with one BadRequest. Needs
+no torch: the process that talks to clients does not load it.
+
+Shapes: T tokens of a datum, K targets at a position, N sampled tokens or rows.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
 
 import numpy as np
-import zstandard
 from google.protobuf.message import DecodeError
 
-from isoloss.parallel.runtime.errors import UserError
-from isoloss.tools.serve.messages import message
+from isoloss.tools.serve import messages
+from isoloss.tools.serve.arrays import BadRequest, Limits, Room, decompressed, numbers, shown, tensor
 
-FLOAT32, INT64 = 1, 2
-DTYPES = {FLOAT32: np.dtype(np.float32), INT64: np.dtype(np.int64)}
-STOP = {"stop": 0, "length": 1}
-SUFFIXES = ("mean", "sum", "min", "max", "slack", "hash2", "unique")
-CHUNK = 1 << 20  # bytes that are decompressed at a time
+# Last parts of a metric's key, by which the client combines the metrics of a call that it cut into several.
+REDUCTIONS = ("mean", "sum", "min", "max", "slack", "hash2", "unique")
+TARGETS = "target_tokens"
 
 
-class BadRequest(UserError):
-    """Raised for a body that cannot be obeyed, with one line for the client."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Datum:
-    """Tokens that the model reads, int64 [T], and the named tensors of a loss, [N] or [N, K] with N = T: float32, or
-    int64 for `target_tokens`."""
+    """A sequence, and the numbers that a loss needs at each of its positions.
+
+    tokens: int64 [T], the input of the model.
+    inputs: arrays by name, read-only, all of one shape [T] or [T, K], with `target_tokens` (int64) among them; all
+      others are float32. Row t belongs to the model's output at position t: targets need not be the shifted tokens.
+
+    The client sends a target_tokens or weights of two dimensions as compressed sparse rows (CSR) if most of it is 0,
+    each without its own zeros, so a target of id 0 is missing in the one and present in the other. Here both are dense
+    again, every entry in its own column, and what was not sent is 0: an entry k of a row is the target
+    target_tokens[t, k] with the weight weights[t, k].
+    """
 
     tokens: np.ndarray
     inputs: Mapping[str, np.ndarray]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ForwardBackward:
-    """A request for a loss and its gradient, or the loss alone (forward_only). seq_id: its number, from 1."""
+    """A request for the loss of data, and for its gradient unless forward_only.
+
+    seq_id: the place of the request in its model's order, from 1; None if the client gave none.
+    config: options of the loss, by name.
+    """
 
     model_id: str
-    seq_id: int
+    seq_id: int | None
     data: tuple[Datum, ...]
     loss_fn: str
     config: Mapping[str, float | str]
     forward_only: bool
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a body: its bytes as sent and decompressed, its datums, and tokens of one of them."""
+@dataclass(frozen=True, eq=False)
+class TopK:
+    """The k likeliest tokens at each of N positions, likeliest first.
 
-    body_bytes: int
-    decompressed_bytes: int
-    datums: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """A completion: int32 tokens, float32 log-probabilities, and "stop" or "length"."""
+    tokens: integers [N, k].
+    logprobs: [N, k]. An entry that does not exist has token 0 and log-probability -99999.
+    """
 
     tokens: np.ndarray
     logprobs: np.ndarray
-    stop_reason: str
 
 
-def decompressed(body: bytes, encoding: str | None, limits: Limits) -> bytes:
-    """Return a body without its Content-Encoding. Raises BadRequest for a long one, before it is in memory."""
-    if len(body) > limits.body_bytes:
-        raise BadRequest(f"the body is longer than {limits.body_bytes} bytes (serve.max_body_bytes)")
-    if encoding in (None, "", "identity"):
-        return body
-    if encoding != "zstd":
-        raise BadRequest(f"Content-Encoding {encoding!r} is not supported; send zstd, or none")
-    parts, size = [], 0
-    try:
-        for part in zstandard.ZstdDecompressor().read_to_iter(body, write_size=CHUNK):
-            size += len(part)
-            if size > limits.decompressed_bytes:
-                raise BadRequest(
-                    f"the body is longer than {limits.decompressed_bytes} bytes (serve.max_decompressed_bytes)"
-                )
-            parts.append(part)
-    except zstandard.ZstdError as error:
-        raise BadRequest(f"the body is no zstd: {error}") from None
-    return b"".join(parts)
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """A sampled sequence.
+
+    tokens: integers [N].
+    logprobs: [N], their log-probabilities.
+    stop_reason: "stop" at a stop token, "length" at the most tokens that were asked for.
+    topk: the likeliest tokens at each of the N positions, if they were asked for.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    stop_reason: Literal["stop", "length"]
+    topk: TopK | None = None
 
 
 def read_forward_backward(body: bytes, encoding: str | None, limits: Limits) -> ForwardBackward:
-    """Read a ForwardBackwardRequest. Raises BadRequest."""
-    sent = message("ForwardBackwardRequest")()
+    """Return what a request asks for. encoding: the header Content-Encoding, or None.
+
+    Where tokens come from (provenance spans) is not read: no loss that the server has depends on it. Raises BadRequest.
+    """
+    limits.check("body_bytes", len(body), f"the body has {len(body)} bytes")
+    message = messages.new("ForwardBackwardRequest")
     try:
-        sent.ParseFromString(decompressed(body, encoding, limits))
-    except DecodeError:
-        raise BadRequest("the body is no ForwardBackwardRequest of the Tinker API") from None
-    if sent.seq_id < 1:
-        raise BadRequest(f"seq_id={sent.seq_id} must be 1 or more")
-    if len(sent.data) > limits.datums:
-        raise BadRequest(f"{len(sent.data)} datums in one request are more than {limits.datums} (serve.chunk_datums)")
-    if not sent.data:
-        raise BadRequest("a request needs a datum")
-    config: dict[str, float | str] = dict(sent.loss_fn_config)
-    for name, value in sent.loss_fn_config_v2.items():
-        config[name] = value.text if value.HasField("text") else value.number
-    data = tuple(_datum(datum, f"datum {k}", limits) for k, datum in enumerate(sent.data))
-    return ForwardBackward(sent.model_id, sent.seq_id, data, sent.loss_fn, config, sent.forward_only)
-
-
-def _datum(sent, place: str, limits: Limits) -> Datum:
-    parts = []
-    for chunk in sent.model_input:
-        kind = chunk.WhichOneof("chunk")
-        if kind != "encoded_text":
-            raise BadRequest(f"{place}: a chunk of type {kind} is not supported; give text")
-        parts.append(_array(chunk.encoded_text.tokens, np.dtype(np.int32), f"{place}: tokens"))
-    tokens = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
-    if not 0 < len(tokens) < limits.tokens:
-        raise BadRequest(f"{place} has {len(tokens)} tokens; give 1 to {limits.tokens - 1} (batch.max_tokens)")
-    inputs = {name: _tensor(tensor, f"{place}: {name}") for name, tensor in sorted(sent.loss_fn_inputs.items())}
-    if "target_tokens" not in inputs:
-        raise BadRequest(f"{place} has no target_tokens; it has {', '.join(inputs) or 'none'}")
-    targets = inputs["target_tokens"]
-    if targets.dtype != np.int64:
-        raise BadRequest(f"{place}: target_tokens is {targets.dtype}; give int64")
-    for name, values in inputs.items():
-        if len(values) != len(tokens) or values.shape not in (targets.shape, targets.shape[:1]):
-            raise BadRequest(
-                f"{place}: {name} has shape {values.shape}, but there are {len(tokens)} tokens, and target_tokens of "
-                f"shape {targets.shape}"
-            )
-        if values.dtype == np.float32 and not np.isfinite(values).all():
-            raise BadRequest(f"{place}: {name} has a number that is not finite")
-    if tokens.min() < 0 or targets.min() < 0:
-        raise BadRequest(f"{place} has a negative token")
-    return Datum(tokens, inputs)
-
-
-def _tensor(sent, place: str) -> np.ndarray:
-    if sent.dtype not in DTYPES:
-        raise BadRequest(f"{place}: dtype {sent.dtype} is not supported; give float32 or int64")
-    dtype, shape = DTYPES[sent.dtype], tuple(sent.shape)
-    if sent.WhichOneof("encoding") == "sparse_csr":
-        return _from_csr(sent.sparse_csr, dtype, shape, place)
-    values = _array(sent.dense, dtype, place)
-    shape = shape or values.shape
-    if len(shape) not in (1, 2) or any(size < 0 for size in shape) or int(np.prod(shape)) != len(values):
-        raise BadRequest(f"{place}: {len(values)} numbers are not of shape {shape}, [N] or [N, K]")
-    return values.reshape(shape)
-
-
-def _from_csr(sent, dtype: np.dtype, shape: tuple[int, ...], place: str) -> np.ndarray:
-    """Return the dense [N, K] of compressed rows: 0 where nothing is stored."""
-    values = _array(sent.values, dtype, place)
-    rows, columns = (_array(part, np.dtype(np.int64), place) for part in (sent.crow_indices, sent.col_indices))
-    if len(shape) != 2 or not 0 <= shape[0] * shape[1] <= CHUNK * 64 or len(rows) != shape[0] + 1:
-        raise BadRequest(f"{place}: {len(rows)} row pointers are not of shape {shape}")
-    counts = np.diff(rows)
-    if rows[0] != 0 or rows[-1] != len(values) or (counts < 0).any() or len(columns) != len(values):
-        raise BadRequest(f"{place}: row pointers, columns and values of a sparse tensor do not fit each other")
-    if len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]:
-        raise BadRequest(f"{place}: a column of a sparse tensor is not below {shape[1]}")
-    dense = np.zeros(shape, dtype)
-    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
-    return dense
-
-
-def _array(data: bytes, dtype: np.dtype, place: str) -> np.ndarray:
-    if len(data) % dtype.itemsize:
-        raise BadRequest(f"{place}: {len(data)} bytes are no whole number of {dtype}")
-    return np.frombuffer(data, dtype)
+        message.ParseFromString(decompressed(body, encoding, limits))
+    except DecodeError as error:
+        raise BadRequest("the body is not a protobuf ForwardBackwardRequest: use tinker>=0.25") from error
+    for name in ("model_id", "loss_fn"):
+        if not getattr(message, name):
+            raise BadRequest(f"{name} is missing: the request must name it")
+    if message.seq_id < 0:
+        raise BadRequest(f"seq_id={message.seq_id}: the requests of a model are numbered from 1")
+    if not message.data:
+        raise BadRequest("data is empty: a request needs a datum")
+    limits.check("datums", len(message.data), f"data has {len(message.data)} datums")
+    room = Room(limits)
+    return ForwardBackward(
+        model_id=message.model_id,
+        seq_id=message.seq_id or None,
+        data=tuple(_datum(f"data[{i}]", datum, room) for i, datum in enumerate(message.data)),
+        loss_fn=message.loss_fn,
+        config=_config(message),
+        forward_only=message.forward_only,
+    )
 
 
 def forward_backward_answer(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
-    """Return a ForwardBackwardOutput. logprobs: float32 [N] or [N, K] of each datum.
+    """Return the answer to a forward_backward: the log-probability of every target.
 
-    Raises ValueError for a metric whose name the SDK would drop: NAME:REDUCTION, one of SUFFIXES.
+    logprobs: for each datum, in the order of the request, an array of the shape of its target_tokens, [T] or [T, K].
+    metrics: numbers whose key ends with how the client reduces them, such as "loss:sum".
     """
-    answer = message("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
-    record = answer.loss_fn_outputs.add(num_datums=len(logprobs))
-    rows = [np.ascontiguousarray(row, np.float32) for row in logprobs]
-    batched = record.fields["logprobs"]
-    batched.dtype = FLOAT32
-    batched.data = b"".join(row.tobytes() for row in rows)
-    batched.offsets = np.cumsum([0, *(row.nbytes for row in rows)]).astype(np.int64).tobytes()
-    batched.trailing_shape.extend(rows[0].shape[1:] if rows else ())
-    for name, value in metrics.items():
-        if name.count(":") != 1 or name.split(":")[1] not in SUFFIXES:
-            raise ValueError(f"metric {name!r} must be NAME:REDUCTION with one of {', '.join(SUFFIXES)}")
-        answer.metrics[name] = value
-    return answer.SerializeToString(deterministic=True)
+    output = messages.new("ForwardBackwardOutput")
+    output.loss_fn_output_type = "ArrayRecord"
+    # The rows of a record have one K. The client joins the records.
+    for trailing, group in groupby(logprobs, key=lambda row: row.shape[1:]):
+        rows = [np.ascontiguousarray(row, "<f4") for row in group]
+        record = output.loss_fn_outputs.add(num_datums=len(rows))
+        field = record.fields["logprobs"]
+        field.dtype = messages.FLOAT32
+        field.data = b"".join(row.tobytes() for row in rows)
+        field.offsets = np.cumsum([0, *(row.nbytes for row in rows)], dtype="<i8").tobytes()
+        field.trailing_shape.extend(trailing)
+    for key, value in metrics.items():
+        name, _, reduction = key.partition(":")
+        if not name or reduction not in REDUCTIONS:
+            raise ValueError(f"the metric {key!r} must be NAME:REDUCTION, with one of {', '.join(REDUCTIONS)}")
+        output.metrics[key] = value
+    # In one order: a repeated request gets the same bytes.
+    return output.SerializeToString(deterministic=True)
 
 
 def sample_answer(
     sequences: Sequence[Sampled],
     prompt_logprobs: np.ndarray | None = None,
-    topk_prompt_logprobs: tuple[np.ndarray, np.ndarray] | None = None,
+    topk_prompt_logprobs: TopK | None = None,
 ) -> bytes:
-    """Return a SampleResponse.
+    """Return the answer to an asample.
 
-    prompt_logprobs: float32 [T], NaN for the first token.
-    topk_prompt_logprobs: int32 ids and float32 log-probabilities, [T, K]; a log-probability of -99999 is none.
+    prompt_logprobs: log-probability of each token of the prompt; NaN where there is none, as at the first.
+    topk_prompt_logprobs: the likeliest tokens at each position of the prompt.
     """
-    answer = message("SampleResponse")()
-    for sequence in sequences:
-        answer.sequences.add(
-            stop_reason=STOP[sequence.stop_reason],
-            tokens=np.asarray(sequence.tokens, np.int32).tobytes(),
-            logprobs=np.asarray(sequence.logprobs, np.float32).tobytes(),
+    response = messages.new("SampleResponse")
+    for sampled in sequences:
+        if sampled.tokens.shape != sampled.logprobs.shape or sampled.tokens.ndim != 1:
+            raise ValueError(f"tokens {sampled.tokens.shape} and logprobs {sampled.logprobs.shape} must be of one [N]")
+        sequence = response.sequences.add(
+            stop_reason={"stop": messages.STOP, "length": messages.LENGTH}[sampled.stop_reason],
+            tokens=_int32(sampled.tokens),
+            logprobs=sampled.logprobs.astype("<f4").tobytes(),
         )
+        if sampled.topk is not None:
+            _write_topk(sequence.topk_sampled_logprobs, sampled.topk)
     if prompt_logprobs is not None:
-        answer.prompt_logprobs = np.asarray(prompt_logprobs, np.float32).tobytes()
+        response.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
     if topk_prompt_logprobs is not None:
-        ids, values = topk_prompt_logprobs
-        top = answer.topk_prompt_logprobs
-        top.token_ids, top.logprobs = ids.astype(np.int32).tobytes(), values.astype(np.float32).tobytes()
-        top.length, top.k = ids.shape
-    return answer.SerializeToString(deterministic=True)
+        _write_topk(response.topk_prompt_logprobs, topk_prompt_logprobs)
+    return response.SerializeToString(deterministic=True)
+
+
+def _write_topk(message: Any, topk: TopK) -> None:
+    if topk.tokens.shape != topk.logprobs.shape or topk.tokens.ndim != 2:
+        raise ValueError(f"tokens {topk.tokens.shape} and logprobs {topk.logprobs.shape} must be of one [N, k]")
+    message.length, message.k = topk.tokens.shape
+    message.token_ids = _int32(topk.tokens)
+    message.logprobs = topk.logprobs.astype("<f4").tobytes()
+
+
+def _int32(tokens: np.ndarray) -> bytes:
+    return tokens.astype("<i4").tobytes()
+
+
+def _config(message: Any) -> dict[str, float | str]:
+    """Return the options of the loss: of the newer map, which clients fill beside the older one."""
+    options: dict[str, float | str] = {}
+    for name, value in sorted(message.loss_fn_config_v2.items()):
+        kind = value.WhichOneof("value")
+        if kind is None:
+            raise BadRequest(f"loss_fn_config[{shown(name)}] has no value: give a number or a text")
+        options[name] = getattr(value, kind)
+    for name, number in sorted(message.loss_fn_config.items()):
+        if options.setdefault(name, number) != number and np.isfinite(number):
+            raise BadRequest(f"loss_fn_config[{shown(name)}] has two values: send one")
+    for name, value in options.items():
+        if isinstance(value, float) and not np.isfinite(value):
+            raise BadRequest(f"loss_fn_config[{shown(name)}]={value}: give a finite number")
+    return options
+
+
+def _datum(where: str, message: Any, room: Room) -> Datum:
+    tokens = _tokens(where, message.model_input, room)
+    if TARGETS not in message.loss_fn_inputs:
+        raise BadRequest(f"{where} has no {TARGETS} among its loss_fn_inputs: every loss needs them")
+    # The order of a map is that of a hash: sorted, the noun is a function of the request.
+    inputs = {
+        name: tensor(f"{where}.loss_fn_inputs[{shown(name)}]", sent, len(tokens), room)
+        for name, sent in sorted(message.loss_fn_inputs.items())
+    }
+    targets = inputs[TARGETS]
+    for name, array in inputs.items():
+        wanted = "int64" if name == TARGETS else "float32"
+        if array.dtype != wanted:
+            raise BadRequest(f"{where}.loss_fn_inputs[{shown(name)}] is {array.dtype}: send {wanted}")
+        if array.shape != targets.shape:
+            what = f"{where}.loss_fn_inputs[{shown(name)}] has the shape {array.shape}"
+            raise BadRequest(f"{what}, and {TARGETS} {targets.shape}: send both in one shape")
+    if targets.min() < 0:
+        raise BadRequest(f"{where}.loss_fn_inputs[{TARGETS!r}] has the token {targets.min()}: tokens are not negative")
+    return Datum(tokens, inputs)
+
+
+def _tokens(where: str, chunks: Any, room: Room) -> np.ndarray:
+    parts = []
+    for chunk in chunks:
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            raise BadRequest(f"{where}.model_input has a chunk of kind {kind}: this server takes encoded_text only")
+        parts.append(numbers(f"{where}.model_input", chunk.encoded_text.tokens, np.dtype("<i4")))
+    count = sum(map(len, parts))
+    if count == 0:
+        raise BadRequest(f"{where}.model_input has no token: every datum needs one")
+    room.limits.check("tokens", count, f"{where}.model_input has {count} tokens")
+    room.take(where, 8 * count)
+    tokens = np.concatenate(parts).astype(np.int64)
+    if tokens.min() < 0:
+        raise BadRequest(f"{where}.model_input has the token {tokens.min()}: tokens are not negative")
+    tokens.flags.writeable = False
+    return tokens
