@@ -34,6 +34,7 @@ SUBCOMMANDS = (
     Subcommand("convert", "isoloss.tools.convert.__main__", "convert checkpoints from and to Hugging Face"),
     Subcommand("migrate", "isoloss.tools.migrate.__main__", "translate a configuration of verl, TRL or slime"),
     Subcommand("config", "isoloss.tools.config.__main__", "compare configurations: presets, files and runs"),
+    Subcommand("serve", "isoloss.tools.serve.__main__", "train and sample for clients of the Tinker API"),
     Subcommand("watch", "isoloss.tools.watch", "follow a run by the files of its folder"),
     Subcommand("reward-curve", "isoloss.tools.reward_curve", "draw the reward of one or more runs", has_script=False),
     Subcommand(

@@ -53,7 +53,7 @@ class ServeKeys(Keys, group="serve"):
     max_body_bytes: int = key(64 << 20, "Bytes of the body of a request.", at_least=1)
     max_decompressed_bytes: int = key(1 << 30, "Bytes of the body of a request, decompressed.", at_least=1)
     max_datums: int = key(1024, "Samples of a request; clients divide a call into such parts.", at_least=1)
-    max_tokens: int = key(1 << 22, "Tokens of a request, those of its targets included.", at_least=1)
+    max_tokens: int = key(1 << 20, "Tokens of a sample.", at_least=1)
     chunk_bytes: int = key(5_000_000, "Bytes of such a part.", at_least=1)
     concurrency: int = key(256, "Completions that are decoded together.", at_least=1)
     session_timeout: float = key(
