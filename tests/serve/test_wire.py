@@ -150,7 +150,7 @@ REFUSED = {
     "three dimensions": (targets([1, 1, 1], shape=(3, 1, 1)), r"has the shape \(3, 1, 1\)"),
     "many dimensions": (targets([1, 1, 1], shape=(3,) + (1,) * 99), "of 100 dimensions"),
     "negative size": (targets([1, 1, 1], shape=(3, -1)), r"has the shape \(3, -1\)"),
-    "fewer numbers": (targets([1, 1], shape=(3,)), "contradict"),
+    "fewer numbers": (targets([1, 1], shape=(3,)), "and 2 numbers"),
     "NaN": (weights([0, np.nan, 0]), "NaN or infinite"),
     "infinite": (weights([0, -np.inf, 0]), "NaN or infinite"),
     "huge": (sparse([0, 1, 1, 3], [1, 0, 1], (3, 2**62)), "serve.max_decompressed_bytes=8000"),
