@@ -3,6 +3,7 @@
 Shapes: T tokens of a datum, K numbers at a position.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,20 +100,22 @@ def tensor(where: str, message: Any, length: int, room: Room) -> np.ndarray:
         raise BadRequest(f"{where} has the dtype {name}: send float32 or int64")
     sparse = message.WhichOneof("encoding") == "sparse_csr"
     # Checked before anything is made of these sizes.
-    shape = tuple(message.shape) or (len(message.dense) // dtype.itemsize,)
+    shape: list[int] = list(message.shape) or [len(message.dense) // dtype.itemsize]
     if len(shape) > 2 or shape[0] != length or min(shape) < 1:
-        text = str(shape) if len(shape) < 5 else f"of {len(shape)} dimensions"
+        text = str(tuple(shape)) if len(shape) < 5 else f"of {len(shape)} dimensions"
         raise BadRequest(f"{where} has the shape {text}: the tokens ask for ({length},) or ({length}, K)")
     if sparse and len(shape) != 2:
-        raise BadRequest(f"{where} is sparse and has the shape {shape}: sparse tensors have two dimensions")
-    size = shape[0] * shape[-1] if len(shape) == 2 else shape[0]
+        raise BadRequest(f"{where} is sparse and has the shape {tuple(shape)}: sparse tensors have two dimensions")
+    size = math.prod(shape)
     room.take(where, size * dtype.itemsize)
     if sparse:
         array = _dense(where, message.sparse_csr, (shape[0], shape[1]), dtype)
     else:
         array = numbers(where, message.dense, dtype)
         if size != array.size:
-            raise BadRequest(f"{where} has the shape {shape} and {array.size} numbers: they contradict each other")
+            raise BadRequest(
+                f"{where} has the shape {tuple(shape)} and {array.size} numbers: they contradict each other"
+            )
         array = array.reshape(shape)
     if not np.isfinite(array).all():
         raise BadRequest(f"{where} has a number that is NaN or infinite: mask it out by a weight of 0 and send 0")
