@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from starlette.applications import Starlette
 
 from isoloss.recipes import launch
@@ -245,9 +244,9 @@ def test_a_request_with_which_the_ranks_end_twice_is_refused(tmp_path):
         await server.result(await server.post("optim_step", step(model, 1)))
         return await server.result((200, future))
 
-    server = Server(tmp_path / "s")
-    _, future = run(server, ask)
+    _, future = run(Server(tmp_path / "s"), ask)
     model = future["model_id"]
+    server = Server(tmp_path / "s")
     for _ in range(2):
         server.front.journal.begin(future["request_id"])
     assert "twice: it is refused" in run(server, wait)["error"]

@@ -1,0 +1,152 @@
+"""Tinker's own SDK, unmodified, against real servers: numbers of the engine, whatever dies meanwhile."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import Loss, Term, target_logprobs
+from isoloss.models.lora.config import LoraConfig
+from isoloss.parallel.aggregation import Aggregation
+from isoloss.recipes import launch
+from isoloss.tools.serve.config import ServeConfig
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / ".tinker-venv/bin/python"
+STEPS = 24
+
+pytestmark = [
+    pytest.mark.tinker,
+    pytest.mark.skipif(not PYTHON.exists(), reason="make .tinker-venv/.ready installs the SDK"),
+    pytest.mark.xdist_group("tinker"),
+]
+
+
+class Server:
+    """A server of the shipped model in processes of its own."""
+
+    def __init__(self, folder: Path, *words: str):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.folder, self.url, self.log = folder, f"http://127.0.0.1:{port}", folder.with_suffix(".log")
+        command = [sys.executable, "-m", "isoloss.tools.serve", "preset=tiny", f"serve.port={port}"]
+        command += [f"output_dir={folder}", *words]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    def wait(self) -> None:
+        while "ready" not in self.log.read_text():
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.2)
+
+    def start_session(self, out: Path) -> subprocess.Popen:
+        key = (self.folder / "api_key").read_text().strip()
+        environment = {**os.environ, "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
+        script = Path(__file__).with_name("session.py")
+        return subprocess.Popen([PYTHON, script, self.url, key, out, str(STEPS)], env=environment)
+
+    def kill(self, module: str) -> None:
+        """Kill the processes of a module with SIGKILL."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            if f"isoloss.tools.serve.{module}" in " ".join(child.cmdline()):
+                child.kill()
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(60) == 0
+        assert "another result" not in self.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("serve") / "run", "serve.save_every=5")
+    server.wait()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server, tmp_path_factory) -> list[dict]:
+    out = tmp_path_factory.mktemp("numbers") / "out.json"
+    assert server.start_session(out).wait(240) == 0
+    return json.loads(out.read_text())
+
+
+def on_the_engine() -> list[dict]:
+    """Return the numbers of a session's steps, computed by a loop over the engine."""
+    config, *_ = launch.compose_config("serve", ServeConfig, ["preset=tiny"])
+    engine = Engine(config.of_engine()).adapter(LoraConfig(rank=4, seed=1, targets=("attention", "mlp")))
+    draw, numbers = np.random.default_rng(0), []
+
+    def ratio(inputs):
+        return torch.exp(inputs.logprobs_N - inputs.fields["old"])
+
+    per_token = [
+        lambda inputs: -inputs.logprobs_N * inputs.fields["factor"],
+        lambda inputs: -ratio(inputs) * inputs.fields["factor"],
+        lambda inputs: (
+            -torch.minimum(
+                ratio(inputs) * inputs.fields["factor"], ratio(inputs).clamp(0.8, 1.2) * inputs.fields["factor"]
+            )
+        ),
+        lambda inputs: -ratio(inputs).clamp(0, 4).detach() * inputs.logprobs_N * inputs.fields["factor"],
+    ]
+    for step in range(STEPS):
+        loss = Loss((Term(per_token[step % 4], Aggregation("sum")),), outputs={"logprobs": target_logprobs})
+        found = {"loss": [], "logprobs": []}
+        for _ in range(2):
+            metrics = engine.forward_backward([sample(step % 4 == 0, draw) for _ in range(5)], loss)
+            found["loss"].append(metrics.loss)
+            found["logprobs"] += [row[1:].float().tolist() for row in metrics.outputs["logprobs"]]
+        result = engine.optim_step(1e-3, betas=(0.8, 0.98), eps=1e-8, weight_decay=0.01, clip=1.0)
+        numbers.append({**found, "norm": result.grad_norm})
+    return numbers
+
+
+def sample(weighted: bool, draw: np.random.Generator) -> Sample:
+    """Return the sample of the datum that session.py draws."""
+    tokens = draw.integers(3, 2000, int(draw.integers(5, 40)))
+    count = len(tokens) - 1
+    targets, factor, old = tokens[1:].copy(), draw.random(count) if weighted else None, np.zeros(count)
+    if factor is None:
+        old, factor = -7.6 + 0.1 * draw.standard_normal(count), draw.standard_normal(count)
+        targets[: count // 3], factor[: count // 3] = 0, 0.0
+    fields = {"factor": factor, "old": old}
+    return Sample(
+        torch.from_numpy(np.append(tokens[:-1], tokens[-2])),
+        torch.arange(count + 1) > 0,
+        fields={name: torch.from_numpy(np.append(0.0, of.astype(np.float32))) for name, of in fields.items()},
+        targets_T=torch.from_numpy(np.append(tokens[0], targets)),
+    )
+
+
+def test_a_session_has_the_bits_of_a_loop_on_the_engine(undisturbed):
+    *steps, last = undisturbed
+    expected = on_the_engine()
+    assert len(steps) == len(expected) == STEPS
+    for found, wanted in zip(steps, expected):
+        assert found == wanted
+    assert last["resumed"][0] == last["resumed"][1]
+    assert [len(tokens) for tokens in last["tokens"]]
+
+
+def test_two_clients_and_dying_processes_change_no_bit(server, undisturbed, tmp_path):
+    outs = [tmp_path / f"{k}.json" for k in range(2)]
+    clients = [server.start_session(out) for out in outs]
+    for module, seconds in (("worker", 7), ("front", 18)):
+        time.sleep(seconds)
+        server.kill(module)
+    assert [client.wait(280) for client in clients] == [0, 0]
+    assert [json.loads(out.read_text()) for out in outs] == [undisturbed, undisturbed]
