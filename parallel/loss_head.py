@@ -75,7 +75,8 @@ def vocab_parallel_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Return log p(target) and the entropy of p = softmax(hidden @ weight.T / temperature) over the whole vocabulary.
 
-    The first has the shape of the targets, the second [N]; both are in fp32 for inputs of at most 32 bits and in fp64 for fp64; the entropy is None if not asked for.
+    The first has the shape of the targets, the second [N], or is None if not asked for; both in fp32 for inputs of at
+    most 32 bits and in fp64 for fp64.
 
     hidden_ND: last hidden states at the labeled positions, the same on every TP rank. N may be 0: the result is then
         empty but still connected to both inputs. The gradient is this rank's part; the entry of the caller's region

@@ -1,7 +1,8 @@
 """Functions of the loss head on a chunk of logits, between its matrix products, each one kernel on a GPU.
 
 Shape suffixes: M positions of the chunk, V vocabulary columns of this TP rank, K targets of a position. A kernel's
-target is a column, or -1 for none: another rank is its owner, or a position has several. A softcap c turns logits z into c tanh(z / c); then the temperature divides them.
+target is a column, or -1 for none: another rank is its owner, or a position has several. A softcap c turns logits z
+into c tanh(z / c); then the temperature divides them.
 """
 
 import torch

@@ -16,7 +16,8 @@ def dense_reference(
     temperature: float = 1.0,
     softcap: float | None = None,
 ):
-    """log p(target) of targets [N] or [N, K], entropy, and the gradients of (grads[0] * log p).sum() + (grads[1] * entropy).sum(), in fp64."""
+    """log p(target) of targets [N] or [N, K], entropy, and the gradients of the sum of grads[0] * log p and grads[1] *
+    entropy, all in fp64."""
     hidden, weight = (t.detach().double().requires_grad_() for t in (hidden_ND, weight_VD))
     logits_NV = hidden @ weight.T
     if softcap is not None:
