@@ -56,6 +56,18 @@ class LossHeadOptions:
 
 
 @dataclass(frozen=True)
+class LowRank:
+    """Factors of a product that is added to logits: down_Nr, of each position, and up_Vr, this rank's rows."""
+
+    down_Nr: Tensor
+    up_Vr: Tensor
+
+    def add_to(self, logits_NV: Tensor) -> Tensor:
+        """Add the product in place, in the type of the logits, and return these. Not differentiable."""
+        return logits_NV.addmm_(self.down_Nr.to(logits_NV.dtype), self.up_Vr.to(logits_NV.dtype).T)
+
+
+@dataclass(frozen=True)
 class _Shard:
     """The vocabulary of this rank: id of the first column, number of true columns, and the TP group."""
 
@@ -72,6 +84,7 @@ def vocab_parallel_logprobs(
     tp_group: dist.ProcessGroup,
     options: LossHeadOptions = LossHeadOptions(),
     main_grad_VD: Tensor | None = None,
+    low_rank: "LowRank | None" = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log p(target) and the entropy of p = softmax(hidden @ weight.T / temperature) over the whole vocabulary.
 
@@ -86,12 +99,21 @@ def vocab_parallel_logprobs(
     vocab_size: true size; columns beyond it have probability 0.
     main_grad_VD: buffer in fp32 or fp64 to which the backward adds the gradient of the weight. Autograd then gets
         uninitialized memory as the gradient, and the weight is marked for Megatron's hook; None: autograd gets it.
+    low_rank: factors of what is added to the logits, before softcap and temperature; None: nothing. The gradient of
+        `down_Nr` is this rank's part, as that of the hidden states.
     Collectives: one all-gather of [2 + K, N] over tp_group in the forward, none in the backward.
     """
     first = tp_group.rank() * weight_VD.shape[0]
     columns = min(max(vocab_size - first, 0), weight_VD.shape[0])
     logprobs_N, entropy_N = _VocabParallelLogprobs.apply(
-        hidden_ND, weight_VD, targets_N, _Shard(first, columns, tp_group), options, main_grad_VD
+        hidden_ND,
+        weight_VD,
+        targets_N,
+        _Shard(first, columns, tp_group),
+        options,
+        main_grad_VD,
+        low_rank and low_rank.down_Nr,
+        low_rank and low_rank.up_Vr,
     )
     return logprobs_N, entropy_N if options.with_entropy else None
 
@@ -133,8 +155,13 @@ def _logits_buffer(hidden_ND: Tensor, rows: int, columns: int) -> Tensor | None:
     return hidden_ND.new_empty((rows, columns), dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
 
 
-def _logits(hidden_MD: Tensor, weight_VD: Tensor, buffer_MV: Tensor | None) -> Tensor:
-    return unrounded_logits(hidden_MD, weight_VD, None if buffer_MV is None else buffer_MV[: hidden_MD.shape[0]])
+def _logits(hidden_MD: Tensor, weight_VD: Tensor, buffer_MV: Tensor | None, low_rank: LowRank | None) -> Tensor:
+    logits_MV = unrounded_logits(hidden_MD, weight_VD, None if buffer_MV is None else buffer_MV[: hidden_MD.shape[0]])
+    return logits_MV if low_rank is None else low_rank.add_to(logits_MV)
+
+
+def _of_rows(down_Nr: Tensor | None, up_Vr: Tensor | None, rows: slice, columns: int) -> LowRank | None:
+    return None if down_Nr is None or up_Vr is None else LowRank(down_Nr[rows], up_Vr[:columns])
 
 
 def _own_targets(targets_NK: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
@@ -217,7 +244,15 @@ def _gradient(
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden_ND, weight_VD, targets_N, shard: _Shard, options: LossHeadOptions, main_grad: Tensor | None
+        ctx,
+        hidden_ND,
+        weight_VD,
+        targets_N,
+        shard: _Shard,
+        options: LossHeadOptions,
+        main_grad: Tensor | None,
+        down_Nr: Tensor | None,
+        up_Vr: Tensor | None,
     ):
         dtype = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
         n, columns, chunk = hidden_ND.shape[0], shard.columns, options.chunk(shard.columns)
@@ -233,7 +268,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         kept, buffer_MV = None, _logits_buffer(hidden_ND, min(chunk, n), columns)
         for start in range(0, n if columns else 0, chunk):
             rows = slice(start, start + chunk)
-            logits_MV = _logits(hidden_ND[rows], weight, buffer_MV)
+            logits_MV = _logits(hidden_ND[rows], weight, buffer_MV, _of_rows(down_Nr, up_Vr, rows, columns))
             column_MK, own_MK = column_NK[rows], own_NK[rows]
             if fused:
                 target_M = _kernel_target(column_MK, own_MK)
@@ -255,7 +290,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         # Log of each rank's share of the probability, made finite: 0 * inf of a rank with padding only would be NaN.
         share = (parts[:, 0] - lse_N).clamp(min=torch.finfo(dtype).min)
         entropy_N = -(torch.softmax(parts[:, 0], 0) * (parts[:, 1] + share)).sum(0)
-        ctx.save_for_backward(hidden_ND, weight_VD, column_NK, own_NK, lse_N, entropy_N, top_N, kept)
+        ctx.save_for_backward(hidden_ND, weight_VD, column_NK, own_NK, lse_N, entropy_N, top_N, kept, down_Nr, up_Vr)
         ctx.columns, ctx.chunk, ctx.options, ctx.main_grad = columns, chunk, options, main_grad
         return (parts[:, 2:].sum(0) - lse_N).T.reshape(targets_N.shape), entropy_N
 
@@ -263,7 +298,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprob, grad_entropy_N):
         """Apply d log p(t) / d z_j = [j = t] - p_j to the incoming gradient, with logits recomputed by chunks."""
         # `kept` may be overwritten: autograd's version counter refuses a second backward through the same graph.
-        hidden_ND, weight_VD, column_NK, own_NK, lse_N, entropy_N, top_N, kept = ctx.saved_tensors
+        hidden_ND, weight_VD, column_NK, own_NK, lse_N, entropy_N, top_N, kept, down_Nr, up_Vr = ctx.saved_tensors
         n, weight = hidden_ND.shape[0], weight_VD[: ctx.columns]
         options: LossHeadOptions = ctx.options
         temperature, softcap = options.temperature, options.softcap
@@ -272,11 +307,14 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         grad_N, grad_own_NK = grad_NK.sum(1), grad_NK.where(own_NK, 0.0)
         grad_hidden = torch.zeros_like(hidden_ND)
         trained = ctx.needs_input_grad[1]
+        grad_down = None if down_Nr is None else torch.zeros_like(down_Nr)
+        grad_up = None if up_Vr is None else torch.zeros_like(up_Vr, dtype=lse_N.dtype)
         grad_weight = WeightGradient(weight_VD, ctx.columns, ctx.main_grad, lse_N.dtype) if trained else None
         buffer_MV = None if kept is not None else _logits_buffer(hidden_ND, min(ctx.chunk, n), ctx.columns)
         for start in range(0, n if ctx.columns else 0, ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            grad_MV = kept if kept is not None else _logits(hidden_ND[rows], weight, buffer_MV)
+            low_rank = _of_rows(down_Nr, up_Vr, rows, ctx.columns)
+            grad_MV = kept if kept is not None else _logits(hidden_ND[rows], weight, buffer_MV, low_rank)
             lse_M, grad_M, column_MK, grad_own_MK = lse_N[rows], grad_N[rows], column_NK[rows], grad_own_NK[rows]
             entropies_M = (entropy_N[rows], grad_entropy_N[rows])
             if options.fused:
@@ -302,5 +340,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             product(low_MV, weight, grad_hidden[rows])
             if grad_weight is not None:
                 grad_weight.add(low_MV, hidden_ND[rows])
+            if low_rank is not None and grad_down is not None and grad_up is not None:
+                grad_down[rows] = low_MV @ low_rank.up_Vr
+                grad_up[: ctx.columns] += low_MV.T @ low_rank.down_Nr
             del grad_MV, low_MV  # before those of the next chunk are made
-        return grad_hidden, None if grad_weight is None else grad_weight.of_autograd(), *(None,) * 4
+        grad_up = None if up_Vr is None or grad_up is None else grad_up.to(up_Vr.dtype)
+        of_weight = None if grad_weight is None else grad_weight.of_autograd()
+        return grad_hidden, of_weight, *(None,) * 4, grad_down, grad_up

@@ -342,6 +342,7 @@ def _stage_without(layers: Set[int | None], setup: Setup) -> int | None:
     held = [False] * pp
     for stage, count in enumerate(stage_layers(setup.arch, setup.layout, setup.config.parallel.stage_layers)):
         held[stage % pp] |= not layers.isdisjoint(range(first, first + count))
+        held[stage % pp] |= None in layers and first + count == setup.arch.num_layers  # the output matrix
         first += count
     return held.index(False) if False in held else None
 
