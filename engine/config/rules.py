@@ -25,6 +25,7 @@ from isoloss.models.lora.factors import adapted_weights
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.mcore.activation_memory import RECOMPUTE_MODULES
 from isoloss.models.mcore.stages import stage_layers
+from isoloss.models.weights.weight_map import OUTPUT
 from isoloss.parallel import Layout, UserError
 from isoloss.parallel.ops import flash_attention
 
@@ -329,6 +330,12 @@ def adapters(setup: Setup) -> Refusals:
         why = "lets layers wait for their own weights, and an adapter's (lora.rank) are gathered at once"
         yield "parallel.overlap_param_gather", why, "leave it at null"
     rollout = getattr(config, "rollout", None)
+    if rollout is not None and rollout.backend == "transformers" and setup.arch.tie_embeddings:
+        if any(weight.name == OUTPUT for weight in weights):
+            why = (
+                "names lm_head, which is the embedding as well, and rollout.backend=transformers is sent merged weights"
+            )
+            yield "lora.targets", why, "leave lm_head out, or use rollout.backend=megatron"
     if rollout is not None and rollout.backend == "sglang":
         yield from served.refusals(setup.arch, lora)
         if config.model.from_scratch:

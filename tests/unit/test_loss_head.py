@@ -13,7 +13,7 @@ from support.ranks.vocab import dense_reference
 from torch._inductor.utils import run_and_get_code
 
 from isoloss.parallel import loss_head
-from isoloss.parallel.loss_head import LossHeadOptions, softcapped, unrounded_logits, vocab_parallel_logprobs
+from isoloss.parallel.loss_head import LossHeadOptions, LowRank, softcapped, unrounded_logits, vocab_parallel_logprobs
 from isoloss.parallel.ops import loss_head_kernels as kernels
 from isoloss.parallel.ops import matmul, row_blocks
 
@@ -163,6 +163,28 @@ def test_several_targets_of_a_position(one_rank, with_entropy, softcap, fused):
             for got, reference in zip((logprobs, entropy, h.grad, w.grad), wanted):
                 if got is not None:
                     torch.testing.assert_close(got.detach(), reference, rtol=1e-12, atol=1e-12)
+
+
+@FUSED
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_product_of_low_rank_is_added_to_the_logits(one_rank, with_entropy, softcap, fused):
+    """As if its factors were further columns of the hidden states and of the output matrix."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(13, 8 + 3, dtype=torch.float64), torch.randn(31 + 2, 8 + 3, dtype=torch.float64)
+    targets, grads = torch.randint(31, (13,)), torch.randn(2, 13, dtype=torch.float64)
+    wanted = dense_reference(hidden, weight[:31], targets, (grads[0], grads[1] * with_entropy), 0.7, softcap)
+    for chunk in (5, 1000):
+        (h, down), (w, up) = ([part.clone().requires_grad_() for part in t.split((8, 3), 1)] for t in (hidden, weight))
+        options = LossHeadOptions(0.7, softcap, with_entropy, fused, 31 * chunk)
+        logprobs, entropy = vocab_parallel_logprobs(h, w, targets, 31, one_rank, options, low_rank=LowRank(down, up))
+        ((grads[0] * logprobs).sum() + (0 if entropy is None else (grads[1] * entropy).sum())).backward()
+        assert h.grad is not None and down.grad is not None and w.grad is not None and up.grad is not None
+        found = logprobs, entropy, torch.cat([h.grad, down.grad], 1), torch.cat([w.grad, up.grad], 1)[:31]
+        for got, reference in zip(found, wanted):
+            if got is not None:
+                torch.testing.assert_close(got.detach(), reference, rtol=1e-12, atol=1e-12)
+        assert not up.grad[31:].any()
 
 
 @FUSED
