@@ -330,12 +330,10 @@ def adapters(setup: Setup) -> Refusals:
         why = "lets layers wait for their own weights, and an adapter's (lora.rank) are gathered at once"
         yield "parallel.overlap_param_gather", why, "leave it at null"
     rollout = getattr(config, "rollout", None)
-    if rollout is not None and rollout.backend == "transformers" and setup.arch.tie_embeddings:
-        if any(weight.name == OUTPUT for weight in weights):
-            why = (
-                "names lm_head, which is the embedding as well, and rollout.backend=transformers is sent merged weights"
-            )
-            yield "lora.targets", why, "leave lm_head out, or use rollout.backend=megatron"
+    tied = setup.arch.tie_embeddings and any(weight.name == OUTPUT for weight in weights)
+    if tied and rollout is not None and rollout.backend == "transformers":
+        why = "names lm_head, which is the embedding too, and rollout.backend=transformers is sent merged weights"
+        yield "lora.targets", why, "leave lm_head out, or use rollout.backend=megatron"
     if rollout is not None and rollout.backend == "sglang":
         yield from served.refusals(setup.arch, lora)
         if config.model.from_scratch:
