@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.kinds.weight import Weight
@@ -22,7 +23,7 @@ from isoloss.models.weights.hf_checkpoint import WeightSource
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Mesh
 from isoloss.parallel.collectives import gather_rows, gather_shards, sum_gradient
-from isoloss.parallel.loss_head import LossHeadOptions, softcapped, unrounded_logits, vocab_parallel_logprobs
+from isoloss.parallel.loss_head import LossHeadOptions, LowRank, softcapped, unrounded_logits, vocab_parallel_logprobs
 from isoloss.parallel.ops.prepacked import PackedMatrix
 from isoloss.parallel.rank0 import is_main
 from isoloss.parallel.runtime.console import Progress
@@ -117,16 +118,16 @@ class Model:
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of the targets (and the entropy) at the labeled positions, [N].
+        """Log-probabilities of the targets, [N] or [N, K], and the entropy, [N], at the labeled positions.
 
         labelled_N: indices into this rank's slice.
-        targets_N: the tokens to be predicted there.
+        targets_N: the tokens to be predicted there, [N] or [N, K].
         temperature: logits are divided by it.
         Collectives over TP: a gather of the slice if it is sequence-parallel, and those of `vocab_parallel_logprobs`.
         """
-        module = self.modules[-1]
+        module, hidden_ND = self.modules[-1], self._labelled(hidden, labelled_N)
         return vocab_parallel_logprobs(
-            self._labelled(hidden, labelled_N),
+            hidden_ND,
             module.output_weight(),
             targets_N,
             self.arch.vocab_size,
@@ -135,6 +136,7 @@ class Model:
                 temperature, self.arch.logit_softcap, with_entropy, fused=self.kernels.loss_head and hidden.is_cuda
             ),
             module.output_gradient(),
+            self._low_rank(hidden_ND),
         )
 
     def values(self, hidden: Tensor, labelled_N: Tensor) -> Tensor:
@@ -152,8 +154,18 @@ class Model:
         """
         hidden_ND = self._labelled(hidden, labelled_N)
         logits_NV = head.product(hidden_ND) if head else unrounded_logits(hidden_ND, self.modules[-1].output_weight())
+        low_rank = self._low_rank(hidden_ND)
+        if low_rank is not None:
+            low_rank.add_to(logits_NV)
         softcapped(logits_NV, self.arch.logit_softcap)
         return gather_rows(logits_NV.T, self.mesh.tp).T[:, : self.arch.vocab_size]
+
+    def _low_rank(self, hidden_ND: Tensor) -> LowRank | None:
+        slot = self.modules[-1].adapter
+        adapter = slot and slot.active
+        if adapter is None:
+            return None
+        return LowRank(linear(hidden_ND, adapter.a) * adapter.factors.scale, adapter.b)
 
     def _labelled(self, hidden: Tensor, labelled_N: Tensor) -> Tensor:
         if self.mesh.layout.sequence_parallel:

@@ -80,13 +80,13 @@ class Scatter:
         ]
 
     def _sent_together(self, values: Sequence[Tensor], dp_rank: int, first: int) -> list[Tensor]:
-        """Send vectors of one type in one message."""
+        """Send tensors of one type in one message."""
         if self.here:
             if first == 0 and self._replica.size() == 1:
                 return [*values]
-            flat = torch.cat([*values])
+            flat = torch.cat([each.flatten() for each in values])
         else:
-            flat = torch.empty(sum(map(len, values)), dtype=values[0].dtype)
+            flat = torch.empty(sum(each.numel() for each in values), dtype=values[0].dtype)
         if first != 0:
             if self.here:
                 dist.send(flat.view(torch.uint8), first, group=self._rank0.group)
@@ -94,7 +94,9 @@ class Scatter:
                 dist.recv(flat.view(torch.uint8), 0, group=self._rank0.group)
         if dp_rank == self._dp_rank and self._replica.size() > 1:
             dist.broadcast(flat.view(torch.uint8), first, group=self._replica)
-        return [*values] if self.here else [*flat.split([len(each) for each in values])]
+        if self.here:
+            return [*values]
+        return [part.view(of.shape) for part, of in zip(flat.split([each.numel() for each in values]), values)]
 
     def close(self) -> None:
         """Destroy the groups. Collective over the world."""

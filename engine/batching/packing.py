@@ -1,7 +1,7 @@
 """Pack the samples of a micro-batch into one (THD) row, and take this rank's slice of it.
 
-Shape suffixes: T tokens of one sample, R of this rank's slice, N targets that it predicts, L those of the whole row,
-S samples of the row, P its pieces, A aggregations of the loss.
+Shape suffixes: T tokens of one sample, R of this rank's slice, N labelled positions that it predicts at, L those of the
+whole row, S samples of the row, P its pieces, A aggregations of the loss. A labelled position has one target, or K.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,9 +31,11 @@ class PackedBatch:
     piece_R: the piece of the row that each token belongs to; -1 for padding and dummy tokens.
     members_SP: 1 where a sample of the row goes through a piece, else 0, fp64.
     length_S, start_S: tokens of each sample of the row, and its start in the concatenation of all samples of the step.
-    labelled_N: for each target, the position of the slice that predicts it. targets_N: token ids of the targets.
+    labelled_N: for each target, the position of the slice that predicts it. targets_N: token ids of the targets, [N] or
+        [N, K].
     document_N, origin_N: for each target, its sample in the row, and its place in that concatenation.
-    weights_AN: fp64, from the normalizer. fields: per-target tensors of the samples, [N].
+    weights_AN: fp64, from the normalizer. fields: per-target tensors of the samples, [N]
+        or [N, K].
     cut_sequences: whether a trajectory of the step is cut into several samples, wherever these are.
     longest: tokens of the longest whole row that a data-parallel rank has of this micro-batch, with padding.
     uploads: tensors that describe the row to attention on the device, for all chunks of the model.
@@ -77,9 +79,10 @@ class StepSamples:
         return [0, *accumulate(map(len, self.samples))]
 
     @cached_property
-    def names(self) -> list[str]:
-        """Return the names of the samples' fields."""
-        return sorted(self.samples[0].fields) if self.samples else []
+    def no_fields(self) -> dict[str, Tensor]:
+        """Return the samples' fields of no target."""
+        fields = self.samples[0].fields if self.samples else {}
+        return {n: torch.zeros((0, *fields[n].shape[1:]), dtype=torch.float64) for n in sorted(fields)}
 
 
 def pack(
@@ -183,7 +186,8 @@ class _Labels:
         samples = [step.samples[index] for index in micro_batch]
         if not samples:
             none, nothing = torch.zeros(0, dtype=torch.int64), torch.zeros((step.modes, 0), dtype=torch.float64)
-            return cls(none, none, none, none, nothing, dict.fromkeys(step.names, nothing.new_zeros(0)))
+            no_targets = none.reshape(0, *(step.samples[0].target_shape if step.samples else ()))
+            return cls(none, no_targets, none, none, nothing, step.no_fields)
         at = [sample.mask_T[1:].nonzero().squeeze(1) for sample in samples]  # position t predicts token t + 1
         names = sorted({name for sample in samples for name in sample.fields})
         return cls(

@@ -1,6 +1,6 @@
 """The nouns of a training step.
 
-Shape suffix: T tokens of one sample.
+Shape suffixes: T tokens of one sample, K targets of a position.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,14 +20,15 @@ class Sample:
     mask_T: bool; True where a target is predicted from the tokens before position t. mask_T[0] is False: the first
         token has nothing before it.
     group: number of its prompt; any, the same for all samples of a prompt (prompt means, shared prefixes).
-    fields: further per-token float tensors of shape [T] that a loss reads (advantages, old log-probabilities ...);
-        fields[k][t] belongs to the prediction *at* position t, like mask_T.
+    fields: further per-token float tensors of shape [T] that a loss reads (advantages, old log-probabilities ...), or
+        [T, K] like targets_T; fields[k][t] belongs to the prediction *at* position t, like mask_T.
     id: origin of the sample, such as "file:line" of its row; nothing is computed from it.
     sequence: number of its trajectory, the sequence of loss.aggregation; any, the same for all samples that one
         trajectory is cut into, each of its targets being a target of one of them. None: the sample is a whole one.
     set: number of its pair or ranking; any, the same for all samples of a set. None: it belongs to none.
     targets_T: int64 token ids to predict, targets_T[t] from the tokens before position t; read where mask_T is True.
-        None: tokens_T.
+        None: tokens_T. Of shape [T, K] for K targets of each position, some of which may be the same, as in the
+        distillation of a teacher's K likeliest tokens.
     """
 
     tokens_T: Tensor
@@ -54,18 +55,20 @@ class Sample:
             )
         if not self.mask_T.is_meta and bool(self.mask_T[0]):
             raise ValueError("mask_T[0] must be False: the first token of a sequence is not predicted from anything")
-        targets_T = self.targets_T
-        if targets_T is not None and (targets_T.shape != self.tokens_T.shape or targets_T.dtype != torch.int64):
-            raise ValueError(
-                f"targets_T must be int64 of shape {tuple(self.tokens_T.shape)}, not {targets_T.dtype} "
-                f"{tuple(targets_T.shape)}"
-            )
-        for name, values in self.fields.items():
-            if not isinstance(values, Tensor) or values.shape != self.tokens_T.shape:
-                found = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        shapes, targets_T = [tuple(self.tokens_T.shape)], self.targets_T
+        if targets_T is not None:
+            several = targets_T.ndim == 2 and len(targets_T) == len(self.tokens_T) and targets_T.shape[1] > 0
+            if not (several or targets_T.shape == shapes[0]) or targets_T.dtype != torch.int64:
                 raise ValueError(
-                    f"fields[{name!r}] must be a tensor of shape {tuple(self.tokens_T.shape)}, not {found}"
+                    f"targets_T must be int64 of shape {shapes[0]} or ({len(self)}, K), not {targets_T.dtype} "
+                    f"{tuple(targets_T.shape)}"
                 )
+            shapes += [tuple(targets_T.shape)] if several else []
+        for name, values in self.fields.items():
+            if not isinstance(values, Tensor) or tuple(values.shape) not in shapes:
+                found = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
+                wanted = " or ".join(map(str, shapes))
+                raise ValueError(f"fields[{name!r}] must be a tensor of shape {wanted}, not {found}")
 
     def __len__(self) -> int:
         return self.tokens_T.numel()
@@ -74,6 +77,11 @@ class Sample:
     def predicted_T(self) -> Tensor:
         """Return the token ids that are predicted where mask_T is True."""
         return self.tokens_T if self.targets_T is None else self.targets_T
+
+    @property
+    def target_shape(self) -> tuple[int, ...]:
+        """Return the shape of the targets of a position: () for one, (K,) for K."""
+        return tuple(self.predicted_T.shape[1:])
 
     def values(self) -> tuple:
         """Return plain containers and tensors from which `Sample(*values)` makes the sample again."""
@@ -87,6 +95,27 @@ def outline(sample: Sample) -> Sample:
     targets_T = None if sample.targets_T is None else sample.targets_T.to("meta")
     tokens_T, mask_T = sample.tokens_T.to("meta"), sample.mask_T.to("meta")
     return replace(sample, tokens_T=tokens_T, mask_T=mask_T, fields=fields, targets_T=targets_T)
+
+
+def target_shape(samples: Sequence[Sample]) -> tuple[int, ...]:
+    """Return the shape of the targets of a position in all samples of a step. samples: outlines are enough.
+
+    Raises UserError where samples, or a field of theirs, have other numbers of targets a position than the first.
+    """
+    if not samples:
+        return ()
+    first = samples[0]
+    for sample in samples:
+        pairs = [("targets_T", first.predicted_T, sample.predicted_T)]
+        pairs += [(f"fields[{name!r}]", each, sample.fields.get(name, each)) for name, each in first.fields.items()]
+        for name, one, other in pairs:
+            if one.shape[1:] != other.shape[1:]:
+                shapes = ["[" + ", ".join(["T", *map(str, each.shape[1:])]) + "]" for each in (one, other)]
+                raise UserError(
+                    f"{name} is {shapes[0]} in sample {first.id!r} and {shapes[1]} in sample {sample.id!r}: a step "
+                    "has one number of targets a position; pad with weights of 0, or split the step"
+                )
+    return first.target_shape
 
 
 def sequence_numbers(samples: Sequence[Sample]) -> list[int]:

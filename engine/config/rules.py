@@ -25,6 +25,7 @@ from isoloss.models.lora.factors import adapted_weights
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.mcore.activation_memory import RECOMPUTE_MODULES
 from isoloss.models.mcore.stages import stage_layers
+from isoloss.models.weights.weight_map import OUTPUT
 from isoloss.parallel import Layout, UserError
 from isoloss.parallel.ops import flash_attention
 
@@ -329,6 +330,10 @@ def adapters(setup: Setup) -> Refusals:
         why = "lets layers wait for their own weights, and an adapter's (lora.rank) are gathered at once"
         yield "parallel.overlap_param_gather", why, "leave it at null"
     rollout = getattr(config, "rollout", None)
+    tied = setup.arch.tie_embeddings and any(weight.name == OUTPUT for weight in weights)
+    if tied and rollout is not None and rollout.backend == "transformers":
+        why = "names lm_head, which is the embedding too, and rollout.backend=transformers is sent merged weights"
+        yield "lora.targets", why, "leave lm_head out, or use rollout.backend=megatron"
     if rollout is not None and rollout.backend == "sglang":
         yield from served.refusals(setup.arch, lora)
         if config.model.from_scratch:
@@ -342,6 +347,7 @@ def _stage_without(layers: Set[int | None], setup: Setup) -> int | None:
     held = [False] * pp
     for stage, count in enumerate(stage_layers(setup.arch, setup.layout, setup.config.parallel.stage_layers)):
         held[stage % pp] |= not layers.isdisjoint(range(first, first + count))
+        held[stage % pp] |= None in layers and first + count == setup.arch.num_layers  # the output matrix
         first += count
     return held.index(False) if False in held else None
 

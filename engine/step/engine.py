@@ -262,8 +262,8 @@ class Engine:
             return run_steps(self.model, [Pass(batch, loss)], forward_only=True)[0]
 
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Tensor]:
-        """Return log p(target | tokens before it) for every target of every sample: [T] fp64 each, 0 where mask_T is
-        False.
+        """Return log p(target | tokens before it) for every target of every sample: fp64 of the shape of its targets,
+        [T] or [T, K], each; 0 where mask_T is False.
 
         p is softmax(logits / temperature). Every rank gets all of them; activations of one micro-batch at a time.
         Collectives: one all-reduce of counts over dp, those of the model, one all-reduce over dp x context and one over
@@ -274,7 +274,7 @@ class Engine:
             at, targets_N = micro_batch.labelled_N, micro_batch.targets_N
             return self.model.logprobs(hidden, at, targets_N, temperature=temperature)[0]
 
-        return self._of_targets(head, samples)
+        return self._of_targets(head, samples, None)
 
     def values(self, samples: Sequence[Sample]) -> list[Tensor]:
         """Return a critic's expected return before every target of every sample: [T] fp64 each, 0 where mask_T is
@@ -525,11 +525,14 @@ class Engine:
         costs = [self.cost_model.cost_of_spans(spans) for spans in batch.spans]
         return dataclasses.replace(batch, cost=costs[self.mesh.dp.rank()], total_cost=sum(costs))
 
-    def _of_targets(self, head: Head, samples: Sequence[Sample], shape: tuple[int, ...] = ()) -> list[Tensor]:
-        """Return the output of `head` for every target, sample by sample."""
+    def _of_targets(self, head: Head, samples: Sequence[Sample], shape: tuple[int, ...] | None = ()) -> list[Tensor]:
+        """Return the output of `head` for every labelled position, sample by sample.
+
+        shape: of one position; None: that of its targets.
+        """
         batch = self._prepare(samples, TARGETS)
         with torch.no_grad():
-            flat = run_targets(self.model, batch, head, shape)
+            flat = run_targets(self.model, batch, head, batch.target_shape if shape is None else shape)
         return list(flat.split([len(s) for s in samples]))
 
     @phase("forward and backward")

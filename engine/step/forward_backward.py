@@ -1,7 +1,7 @@
 """Run one pass over the micro-batches of a step: schedule, loss, metrics. SFT and RL share it.
 
 Shape suffixes: T tokens of one sample, R of this rank's slice of a packed row, N labeled positions on this rank,
-A aggregations of the loss.
+A aggregations of the loss, O outputs of the loss, K targets of a position.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +51,8 @@ class StepMetrics:
     weight_sum: sum of the first term's weights, as consumed.
     terms: each term's sum, by name, without its coefficient; terms of the routers too, which are part of the loss.
     observed: the loss's metrics by name.
-    outputs: each of the loss's outputs by name, sample by sample: [T] fp64, 0 where mask_T is False, on every rank.
+    outputs: each of the loss's outputs by name, sample by sample: [T] fp64, or [T, K] where it is one for each of K
+        targets; 0 where mask_T is False; on every rank.
     sequences: trajectories of the step.
     valid_tokens: targets.
     total_tokens: tokens without padding. computed_tokens: the same, with shared tokens counted once.
@@ -108,7 +109,7 @@ def run_steps(
     Raises CanaryError if the weights consumed by the loss head, or by the routers, are not those of the counts.
     Collectives: the model's and the losses'; for each pass one all-gather over dp x context and one over pp of a few
     numbers, and a pair of all-reduces with router losses or with outputs of the loss; with a bound, an all-reduce of
-    one number over tp.
+    one number over tp; with outputs of K targets a pair more.
     """
     lost = None if dispatch_bound is None else torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     bound, busy = partial(_bound, model.mesh, dispatch_bound, lost), Stopwatch()
@@ -150,7 +151,7 @@ def run_steps(
 def step_metrics(
     model: Model,
     each: Pass,
-    returned: Sequence[tuple[Tensor, Tensor, Tensor | None]],
+    returned: Sequence[tuple[Tensor, Tensor, Sequence[Tensor] | None]],
     lost: Tensor | None,
     busy: Stopwatch,
 ) -> StepMetrics:
@@ -168,9 +169,8 @@ def step_metrics(
     terms = [*zip(loss.terms, totals.terms), *router_terms]
     outputs = {}
     if loss.outputs:
-        parts = [(origin_N, outputs_NK) for _, origin_N, outputs_NK in returned if outputs_NK is not None]
-        by_name = at_targets(parts, (len(loss.outputs),), batch.total_tokens, model.mesh).unbind(1)
-        outputs = {name: values.split(batch.lengths) for name, values in zip(loss.outputs, by_name)}
+        parts = [(origin_N, outputs) for _, origin_N, outputs in returned if outputs is not None]
+        outputs = {name: v.split(batch.lengths) for name, v in zip(loss.outputs, _outputs(loss, batch, parts, model))}
     return StepMetrics(
         loss=sum(term.coefficient * value for term, value in terms),
         magnitude=totals.magnitude[0] + sum(term.coefficient * value for term, value in router_terms),
@@ -188,6 +188,33 @@ def step_metrics(
         cost=batch.cost,
         total_cost=batch.total_cost,
     )
+
+
+def _outputs(
+    loss: Loss, batch: StepBatch, parts: Sequence[tuple[Tensor, Sequence[Tensor]]], model: Model
+) -> Sequence[Tensor]:
+    """Return the outputs of a loss in the order of the step, [total tokens] each, or [total tokens, K].
+
+    parts: for each micro-batch that this rank has the loss of, places of its targets, and the outputs.
+    Collectives: those of `at_targets`; with K targets a position, once more for which outputs are one for each of them:
+    only the last stage has seen.
+    """
+    many = len(loss.outputs)
+    if not batch.target_shape:
+        stacked = [(origin_N, torch.stack([*outputs], 1)) for origin_N, outputs in parts]
+        return at_targets(stacked, (many,), batch.total_tokens, model.mesh).unbind(1)
+
+    def of_targets(output: Tensor) -> Tensor:
+        return (output if output.ndim > 1 else output[:, None]).expand(-1, *batch.target_shape)
+
+    widened = [(origin_N, torch.stack([*map(of_targets, outputs)], 1)) for origin_N, outputs in parts]
+    of_each = torch.zeros(many, dtype=torch.int64, device=torch.cuda.current_device())
+    for _, outputs in parts[:1]:
+        of_each += torch.tensor([output.ndim > 1 for output in outputs], device=of_each.device)
+    for group in model.mesh.loss_groups:
+        dist.all_reduce(of_each, dist.ReduceOp.MAX, group=group)
+    values = at_targets(widened, (many, *batch.target_shape), batch.total_tokens, model.mesh).unbind(1)
+    return [value if each else value[:, 0] for value, each in zip(values, of_each.tolist())]
 
 
 def _reduced_router_losses(router_losses: RouterLosses, model: Model) -> list[tuple[RouterLoss, float]]:
@@ -260,8 +287,8 @@ def _bound(mesh: Mesh, share: float | None, lost: Tensor | None, micro_batch: Pa
 @phase("loss")
 def _loss(
     model: Model, loss: Loss, micro_batch: PackedBatch, hidden: Tensor
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor | None]]:
-    """Return the differentiated loss of a micro-batch, its `StepTotals.flat`, places of targets, and outputs [N, K]."""
+) -> tuple[Tensor, tuple[Tensor, Tensor, Sequence[Tensor] | None]]:
+    """Return the differentiated loss of a micro-batch, its `StepTotals.flat`, places of targets, and outputs."""
     inputs = _token_inputs(model, micro_batch, hidden, loss)
     weights_AN = micro_batch.weights_AN.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
     value, sums = hidden.new_zeros(()), []
@@ -280,9 +307,9 @@ def _loss(
             moments=[sum_ for pair in loss.correlation_metrics.values() for sum_ in moments_of(*pair(inputs))],
             largest=[largest_of(per_token(inputs)) for per_token in loss.max_metrics.values()],
         )
-        outputs = [one_per_target(name, per_token, inputs).double() for name, per_token in loss.outputs.items()]
-        outputs_NK = torch.stack(outputs, 1) if outputs else None
-    return value, (torch.stack(totals.flat()), micro_batch.origin_N, outputs_NK)
+        values = [one_per_target(name, of, inputs, or_each=True) for name, of in loss.outputs.items()]
+        outputs = [each.detach().double() for each in values]  # which keep no graph
+    return value, (torch.stack(totals.flat()), micro_batch.origin_N, outputs or None)
 
 
 def _token_inputs(model: Model, micro_batch: PackedBatch, hidden: Tensor, loss: Loss) -> TokenInputs:

@@ -17,12 +17,12 @@ from isoloss.parallel.sequence import sum_over_documents
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """The inputs of a loss at the targets of a micro-batch on this rank; all tensors are [N].
+    """The inputs of a loss at the targets of a micro-batch on this rank; tensors are [N] unless said.
 
-    logprobs_N: log-probabilities of the targets at the loss's temperature.
+    logprobs_N: log-probabilities of the targets at the loss's temperature; [N, K] where each position has K targets.
     entropy_N: entropy of the predicted distribution, in nats, if the loss asked for it.
     values_N: output of a critic's value head; logprobs_N is then empty and entropy_N None.
-    fields: fields of the samples.
+    fields: fields of the samples, each [N] or [N, K] like the samples' own.
     document_N: the document of the row that each target belongs to.
     cut_sequences: whether a sequence of the step is cut into several samples.
     """
@@ -89,7 +89,8 @@ class Loss:
     mean_metrics: further per-token values, reported as means over the valid tokens of the step.
     max_metrics: further values, none of them negative, whose largest is reported.
     correlation_metrics: pairs of further values, reported as Pearson's correlation.
-    outputs: further values that the pass returns for every target, sample by sample (`StepMetrics.outputs`).
+    outputs: further values that the pass returns for every target, sample by sample (`StepMetrics.outputs`); where each
+        position has K targets, [N] or [N, K].
     """
 
     terms: tuple[Term, ...]
@@ -147,10 +148,14 @@ class Fields(dict[str, Tensor]):
         raise UserError(f"a loss asks for the field {name!r}, but the samples have {', '.join(self) or 'none'}")
 
 
-def one_per_target(name: str, per_token: PerToken, inputs: TokenInputs) -> Tensor:
-    """Return per_token of the inputs, [N]. Raises UserError where it is not one number per target."""
+def one_per_target(name: str, per_token: PerToken, inputs: TokenInputs, *, or_each: bool = False) -> Tensor:
+    """Return per_token of the inputs, [N]. Raises UserError where it is not one number per labelled position.
+
+    or_each: whether it may also be one for each of the K targets of a position, [N, K].
+    """
     values_N, shape = per_token(inputs), tuple(inputs.document_N.shape)
-    if not isinstance(values_N, Tensor) or values_N.shape != shape:
+    each = or_each and isinstance(values_N, Tensor) and values_N.shape == (*shape, *inputs.logprobs_N.shape[1:])
+    if not isinstance(values_N, Tensor) or not (each or values_N.shape == shape):
         raise UserError(
             f"{name}: {defined(per_token)} returned {shape_or_type(values_N)} instead of shape {shape}: "
             "return one number per target, neither summed nor averaged, which loss.aggregation does"

@@ -12,7 +12,7 @@ import torch
 
 from isoloss.engine.batching.balance import Plan
 from isoloss.engine.batching.packing import PackedBatch, StepSamples, pack
-from isoloss.engine.batching.sample import Sample, sequence_numbers
+from isoloss.engine.batching.sample import Sample, sequence_numbers, target_shape
 from isoloss.engine.step.losses import Loss
 from isoloss.parallel import Mesh
 from isoloss.parallel.normalizer import Ids, StepCounts, count_tokens, token_weights
@@ -41,6 +41,7 @@ class StepBatch:
     rows: tokens of each micro-batch's whole row, with padding.
     counts: the counts for each aggregation of the loss.
     lengths: tokens of every sample of the step.
+    target_shape: shape of the targets of a position, () or (K,).
     sequences: number of trajectories of the step.
     spans: start and end position of each piece that a dp rank computes, by dp rank.
     cost, total_cost: forward FLOPs of this rank, and of all.
@@ -52,6 +53,7 @@ class StepBatch:
     lengths: tuple[int, ...]
     sequences: int
     spans: Sequence[Sequence[tuple[int, int]]]
+    target_shape: tuple[int, ...] = ()
     cost: float = 0.0
     total_cost: float = 0.0
 
@@ -68,9 +70,11 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
     """Count and weigh this rank's share of `samples`; packing waits for its turn.
 
     samples: all samples of the step, on every rank; an outline is enough for one that another rank computes.
+    Raises UserError where they have different numbers of targets a position.
     Collectives: one all-reduce of int64 counts over dp x context, whatever the number of micro-batches and
     aggregations. Context ranks have the same samples; a group of dp alone would be made for these counts only.
     """
+    shape = target_shape(samples)
     micro_batches, trees = plan.micro_batches[mesh.dp.rank()], plan.trees[mesh.dp.rank()]
     order = [*chain.from_iterable(micro_batches)]
     masks = [samples[index].mask_T for index in order]
@@ -96,4 +100,4 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
 
     packed = MicroBatches(len(micro_batches), pack_one)
     spans = [[*chain.from_iterable(tree.spans for tree in rank_trees)] for rank_trees in plan.trees]
-    return StepBatch(packed, tuple(rows), step_counts, tuple(map(len, samples)), num_sequences, spans)
+    return StepBatch(packed, tuple(rows), step_counts, tuple(map(len, samples)), num_sequences, spans, shape)

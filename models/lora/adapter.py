@@ -24,7 +24,8 @@ from isoloss.models.lora.sharded import sharded
 from isoloss.models.mcore.weight_stream import Named, Receives, stream_weights
 from isoloss.models.model import LocalWeight, Model
 from isoloss.models.weights.hf_checkpoint import WeightSource
-from isoloss.parallel import Mesh
+from isoloss.models.weights.weight_map import OUTPUT
+from isoloss.parallel import Mesh, UserError
 from isoloss.parallel.collectives import gather_shards
 
 VALUE_HEAD = "output_layer.weight"  # of a critic
@@ -77,14 +78,23 @@ class Adapter:
         self.layers: list[tuple[Any, LayerAdapter]] = []
         self._layer_of: dict[int, LayerAdapter] = {}  # by the identity of the weight
         self.modules = [AdapterChunk(chunk.config, model.mesh) for chunk in model.modules]
+        last = model.modules[-1]
         for base in model.owned():
             factors = self._of_weight.get(base.weight.name)
+            if factors is not None and factors.of_output:
+                continue
             chunk = self.modules[frozen.chunk_of.get(id(base.parameter), 0)]
             if factors is not None:
                 self._adapt(chunk, frozen.module_of[id(base.parameter)], base, factors)
             elif base.weight.name == VALUE_HEAD and model.arch.critic:
                 base.parameter.requires_grad_()
                 chunk.add(base)
+        output = self._of_weight.get(OUTPUT)
+        if output is not None and last.post_process:
+            # Of a tied matrix the embedding is the weight; what the adapter adds is of the output alone.
+            first = model.mesh.dp_context.rank() == 0
+            base = LocalWeight(output.base, last.output_weight(), model.mesh.tp, replica=False, first=first)
+            self._adapt(self.modules[-1], last, base, output)
 
     def _adapt(self, chunk: AdapterChunk, module: Any, base: LocalWeight, factors: Factors) -> None:
         tp_size, tp_rank, weight = base.tp.size(), base.tp.rank(), base.parameter
@@ -156,7 +166,13 @@ class Adapter:
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
         """Return this rank's shard of a weight of the model with what the adapter adds, summed in fp64; the weight
-        itself where nothing adapts it. Enters no collective."""
+        itself where nothing adapts it. Raises UserError for an adapted output matrix that is the embedding too. Enters
+        no collective."""
+        if OUTPUT in self._of_weight and self.arch.tie_embeddings:
+            raise UserError(
+                "lora.targets names lm_head, and this model's output matrix is its embedding as well, to which the "
+                "adapter must not be added: use rollout.backend=megatron, or leave lm_head out"
+            )
         layer = self._layer_of.get(id(weight))
         if layer is None:
             return weight.data

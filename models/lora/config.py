@@ -25,7 +25,7 @@ class LoraConfig(Keys, group="lora"):
     targets: tuple[str, ...] = key(
         ("all",),
         "Matrices that get an adapter: all, attention, mlp (with experts), experts (those that a router chooses), or "
-        "names of matrices in the model's files, such as q_proj.",
+        "names of matrices in the model's files, such as q_proj; lm_head, the output matrix, only by its name.",
     )
     expert_rank: int | None = key(
         None, "Rank of the adapters of experts that a router chooses; null: lora.rank.", at_least=1

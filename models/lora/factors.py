@@ -28,7 +28,7 @@ from isoloss.models.kinds.mappings import (
 )
 from isoloss.models.kinds.weight import Part, Weight
 from isoloss.models.lora.config import GROUPS, LoraConfig
-from isoloss.models.weights.weight_map import weight_map
+from isoloss.models.weights.weight_map import OUTPUT, output_matrix, weight_map
 from isoloss.parallel.runtime.errors import UserError
 
 
@@ -86,6 +86,11 @@ class Factors:
     def row_parallel(self) -> bool:
         """Return whether TP splits the inputs of the weight: then A is split and B is whole, else the reverse."""
         return isinstance(self.base.mapping, RowParallel)
+
+    @property
+    def of_output(self) -> bool:
+        """Return whether the weight is the output matrix, which the loss head multiplies by."""
+        return self.base.name == OUTPUT
 
     @cached_property
     def replicated(self) -> bool:
@@ -174,6 +179,8 @@ def linears(arch: Architecture) -> Iterator[tuple[Weight, set[str]]]:
             yield weight, {"all", "attention"}
         elif name in layer.mlp.linears():
             yield weight, {"all", "mlp"} | ({"experts"} if weight.expert is not None else set())
+    if not arch.critic:  # in no group, as PEFT's all-linear leaves it out
+        yield output_matrix(arch), set()
 
 
 def factors_of(base: Weight, lora: LoraConfig) -> Factors:

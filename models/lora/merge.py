@@ -26,7 +26,8 @@ from isoloss.models.weights.hf_checkpoint import INDEX, SINGLE, HFReader, check
 from isoloss.models.weights.manifest import FileRecord, files_to_json
 from isoloss.models.weights.mmap import map_file, view
 from isoloss.models.weights.side_files import CONFIG, sidecars
-from isoloss.models.weights.weight_map import weight_map
+from isoloss.models.weights.weight_map import output_name, weight_map
+from isoloss.parallel.runtime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ def plan_merge(hf: Path, folder: Path) -> Merge:
 def _updates(adapter: AdapterFolder, arch: Architecture) -> Mapping[str, tuple[Update, ...]]:
     """Return what is added to each tensor of the model's files: one product, or one for each of its rows."""
     found = dict[str, dict[int, Update]]()
+    if arch.tie_embeddings and (output_name(arch), None) in adapter.pairs:
+        raise UserError(
+            f"{adapter.path} adapts {output_name(arch)}, which is the embedding of this model as well, to which the "
+            "adapter must not be added: use the adapter as it is, or a model without tie_word_embeddings"
+        )
     for weight in weight_map(arch):
         for part in weight.parts:
             place: Place = part.tensor, part.row

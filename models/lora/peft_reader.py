@@ -21,7 +21,7 @@ from isoloss.models.lora.peft_folder import TENSORS
 from isoloss.models.weights.finite import check_finite
 from isoloss.models.weights.manifest import IS_A_POINTER, is_pointer
 from isoloss.models.weights.mmap import DTYPES, fetch, safetensors_views
-from isoloss.models.weights.weight_map import embedding_name, output_name, weight_map
+from isoloss.models.weights.weight_map import embedding_name, output_matrix, weight_map
 from isoloss.parallel.runtime.errors import UserError
 
 # An engine in fp64 exports factors in fp64.
@@ -49,7 +49,7 @@ class AdapterFolder:
     pairs: factors of every adapted matrix, by its place in the model's files.
 
     Raises UserError where the adapter is of a variant that is not plain LoRA, is not one of this model, adapts the
-    embedding or the output matrix, lacks a tensor, or its files are damaged.
+    embedding, lacks a tensor, or its files are damaged.
     """
 
     def __init__(self, folder: str | Path, arch: Architecture):
@@ -58,7 +58,7 @@ class AdapterFolder:
         self._views = _open(self.path)
         self._weights = weight_map(arch)
         self._places = _places(arch)
-        self._head = {name for each in (arch, arch.text_only()) for name in (embedding_name(each), output_name(each))}
+        self._head = {embedding_name(each) for each in (arch, arch.text_only())}
         self.pairs: dict[Place, Pair] = {}
         for module, (a, b) in self._modules().items():
             for place, pair in self._pairs_of(module, a, b):
@@ -83,7 +83,7 @@ class AdapterFolder:
             match = _KEY.fullmatch(key)
             if match is None:
                 of_head = any(name.removesuffix(".weight") in key for name in self._head)
-                what = "of an embedding or an output matrix" if of_head else _what(key)
+                what = "of an embedding" if of_head else _what(key)
                 raise UserError(f"{self.path} holds {key}, which is {what}: merge the adapter with PEFT instead")
             if tensor.ndim != 2:
                 raise UserError(f"{self.path}: {key} has {tensor.ndim} dimensions where a factor has 2; {_AGAIN}")
@@ -107,7 +107,7 @@ class AdapterFolder:
             yield from self._of_experts(module, int(joined["layer"]), a, b)
         elif f"{module}.weight" in self._head:
             raise UserError(
-                f"{self.path} adapts {module}, an embedding or output matrix, of which isoloss reads no adapters: "
+                f"{self.path} adapts {module}, an embedding, of which isoloss reads no adapters: "
                 "merge the adapter with PEFT instead"
             )
         else:
@@ -177,12 +177,12 @@ class AdapterFolder:
 
 
 def _places(arch: Architecture) -> dict[str, tuple[Weight, Part]]:
-    """Return every matrix of the layers by its module's name. Of a multimodal model the names of its text model alone
-    are known too, by which isoloss exports."""
+    """Return every matrix of the layers, and the output matrix, by its module's name. Of a multimodal model the names
+    of its text model alone are known too, by which isoloss exports."""
     found = dict[str, tuple[Weight, Part]]()
-    for weight, as_text in zip(weight_map(arch), weight_map(arch.text_only()), strict=True):
-        if weight.layer is None:
-            continue
+    outputs = [] if arch.critic else [(output_matrix(arch), output_matrix(arch.text_only()))]
+    of_layers = zip(weight_map(arch), weight_map(arch.text_only()), strict=True)
+    for weight, as_text in (*(pair for pair in of_layers if pair[0].layer is not None), *outputs):
         for part, named in zip(weight.parts, as_text.parts, strict=True):
             if part.row is None and len(part.shape) == 2 and part.tensor.endswith(".weight"):
                 found[part.tensor.removesuffix(".weight")] = weight, part

@@ -76,7 +76,8 @@ def targets_of(arch: Architecture, adapted: Iterable[Weight]) -> tuple[str, ...]
     groups = [name for name in ("all", "attention", "mlp", "experts")
               if (members := {weight.name for weight, of in every if name in of}) and members <= wanted]  # fmt: skip
     if "all" in groups:
-        return ("all",)
+        rest = [leaf for weight, of in every if weight.name in wanted and "all" not in of for leaf in leaves(weight)]
+        return ("all", *rest)
     names = dict[str, bool]()
     for weight, _ in every:
         for leaf in leaves(weight):

@@ -22,6 +22,9 @@ def refusals(arch: Architecture, lora: LoraConfig) -> Iterator[Refusal]:
     if arch.family not in FAMILIES:
         why = f"trains an adapter of {arch.family}, which was not compared with what SGLang makes of it"
         yield "lora.rank", why, "use rollout.backend=megatron, or lora.rank=0"
+    elif any(factors.of_output for factors in adapter_map(arch, lora)):
+        why = "names lm_head, whose adapter was not compared with what SGLang makes of it (rollout.backend=sglang)"
+        yield "lora.targets", why, "leave lm_head out, or use rollout.backend=megatron"
     elif any(factors.base.expert is not None for factors in adapter_map(arch, lora)):
         why = "adapts experts, which were not compared with what SGLang makes of them (rollout.backend=sglang)"
         yield "lora.targets", why, "set lora.targets=[attention], or use rollout.backend=megatron"

@@ -7,7 +7,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from isoloss.models.kinds.mappings import Replicated, RowParallel
+from isoloss.models.kinds.mappings import Replicated, RowParallel, Vocabulary
 from isoloss.models.model import LocalWeight
 from isoloss.parallel import Mesh
 
@@ -18,10 +18,12 @@ def sharded(owned: LocalWeight, mesh: Mesh) -> ShardedTensor | ShardedTensorFact
     replicas = mesh.dp_context if weight.expert is None else mesh.expert_dp
     copies = isinstance(weight.mapping, Replicated)
     replica = 0, rank if copies else 0, replicas.rank()
-    if copies or size == 1:
+    if copies or (size == 1 and not isinstance(weight.mapping, Vocabulary)):
         return ShardedTensor.from_rank_offsets(weight.name, owned.parameter, replica_id=replica)
     if isinstance(weight.mapping, RowParallel):
         return ShardedTensor.from_rank_offsets(weight.name, owned.parameter, (1, rank, size), replica_id=replica)
+    if isinstance(weight.mapping, Vocabulary):
+        return _of_vocabulary(owned, replica)
     rows = weight.mapping.shard(torch.arange(weight.shape[0])[:, None], size, rank).flatten()
     runs = _runs(rows.tolist())
     if len(runs) == 1:
@@ -38,6 +40,26 @@ def sharded(owned: LocalWeight, mesh: Mesh) -> ShardedTensor | ShardedTensorFact
 
     def merge(pieces: Any) -> Tensor:
         return torch.cat(pieces)
+
+    return ShardedTensorFactory(weight.name, owned.parameter, build, merge, replica)
+
+
+def _of_vocabulary(owned: LocalWeight, replica: Any) -> ShardedTensorFactory:
+    """Return this rank's rows of the vocabulary without those that pad it, whose number depends on TP."""
+    weight, rows = owned.weight, len(owned.parameter)
+    start = owned.tp.rank() * rows
+    true = min(max(weight.shape[0] - start, 0), rows)
+
+    @torch.no_grad()
+    def build(key: str, data: Tensor, replica_id: Any, flattened_range: Any) -> Any:
+        assert flattened_range is None
+        shape, offset = (true, *data.shape[1:]), (start, 0)
+        if not true:
+            return []
+        return [ShardedTensor(key, data[:true], data.dtype, shape, weight.shape, offset, None, replica_id)]
+
+    def merge(pieces: Any) -> Tensor:
+        return torch.cat([*pieces, torch.zeros_like(owned.parameter)[true:]])
 
     return ShardedTensorFactory(weight.name, owned.parameter, build, merge, replica)
 

@@ -4,6 +4,8 @@ Rotary angles are looked up by position id, once for all layers. The heads of `M
 the model ends before them.
 """
 
+from typing import Any
+
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
@@ -19,6 +21,8 @@ class PackedGPT(GPTModel):
     """GPTModel over one packed row a micro-batch, from token ids to the last hidden states."""
 
     config: LayerConfig
+    # Adapters of the output matrix, of which the heads of `Model` multiply by the active one as well (`lora.Slot`).
+    adapter: Any = None
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from isoloss.models.kinds.mappings import ParamMapping, Replicated, RowParallel,
 from isoloss.models.kinds.weight import Part, Shape, Weight
 
 LM_HEAD = "lm_head.weight"
+OUTPUT = "output_layer.weight"
 VALUE_HEAD = "score.weight"  # what transformers calls the head of its classifiers
 
 
@@ -28,8 +29,13 @@ def weight_map(arch: Architecture) -> tuple[Weight, ...]:
     if arch.critic:
         weights.append(_whole("output_layer.weight", VALUE_HEAD, (1, hidden), RowParallel()))
     elif not arch.tie_embeddings:
-        weights.append(_whole("output_layer.weight", output_name(arch), table, vocabulary))
+        weights.append(output_matrix(arch))
     return tuple(weights)
+
+
+def output_matrix(arch: Architecture) -> Weight:
+    """Return the output projection, also where it is tied and thus no weight of the map."""
+    return _whole(OUTPUT, output_name(arch), (arch.vocab_size, arch.hidden_size), Vocabulary(arch.vocab_size))
 
 
 def embedding_name(arch: Architecture) -> str:

@@ -1,7 +1,8 @@
 """Functions of the loss head on a chunk of logits, between its matrix products, each one kernel on a GPU.
 
-Shape suffixes: M positions of the chunk, V vocabulary columns of this TP rank. A target is a column, or -1 if another
-rank is its owner. A softcap c turns logits z into c tanh(z / c); then the temperature divides them.
+Shape suffixes: M positions of the chunk, V vocabulary columns of this TP rank, K targets of a position. A kernel's
+target is a column, or -1 for none: another rank is its owner, or a position has several. A softcap c turns logits z
+into c tanh(z / c); then the temperature divides them.
 """
 
 import torch
@@ -25,6 +26,22 @@ def cap_slope(capped: Tensor, softcap: float) -> Tensor:
 
 def _through_cap(grad_MV: Tensor, capped_MV: Tensor, softcap: float | None) -> Tensor:
     return grad_MV if softcap is None else grad_MV * cap_slope(capped_MV, softcap)
+
+
+def target_logits(
+    logits_MV: Tensor, column_MK: Tensor, own_MK: Tensor, temperature: float, softcap: float | None = None
+) -> Tensor:
+    """Return the divided logits of the targets that this rank owns, 0 for the others, [K, M]."""
+    return (_capped(logits_MV.gather(1, column_MK), softcap) / temperature).where(own_MK, 0.0).T
+
+
+def of_targets(logits_MK: Tensor, column_MK: Tensor, grad_own_MK: Tensor, softcap: float | None) -> Tensor:
+    """Return what the targets add to the gradient of each target's column, [M, K]: the sum over all that share it.
+
+    logits_MK: logits of the columns. grad_own_MK: gradient of each target by the divided logits, 0 of another rank's.
+    """
+    same_MKK = column_MK[:, :, None] == column_MK[:, None, :]
+    return _through_cap((grad_own_MK[:, None, :] * same_MKK).sum(2), _capped(logits_MK, softcap), softcap)
 
 
 @Fused

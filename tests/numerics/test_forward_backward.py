@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from numerics.step_outputs import outputs
+from numerics.step_outputs import of_several_targets, outputs
 from support.models.families import VOCAB, write_folder
 from support.models.transformers_parity import make_samples
 from support.runs.optimizer_steps import fp64_model
@@ -80,6 +80,62 @@ def test_targets_and_what_a_pass_returns_of_them(pool, folder, wanted, row):
                 assert values.dtype == torch.float64 and values.equal(asked) and twice.equal(2 * asked)
                 torch.testing.assert_close(asked, right, rtol=1e-9, atol=1e-9)
     assert {name for of_rank in ranks for name in of_rank.gradients[0]} == gradients.keys()
+
+
+def several() -> list[Sample]:
+    """Four targets of each position, of which the first and the last are often the same, with weights of any sign."""
+    random, samples = torch.Generator().manual_seed(5), []
+    for sample in labelled():
+        targets = torch.randint(VOCAB, (len(sample), 4), generator=random)
+        targets[::2, 3] = targets[::2, 0]
+        weights = torch.randn(len(sample), 4, generator=random, dtype=torch.float64)
+        samples.append(replace(sample, targets_T=targets, fields={"weights": weights}))
+    return samples
+
+
+@pytest.fixture(scope="module")
+def wanted_of_several(folder):
+    """Loss, gradients and log-probabilities of K targets a position, by transformers and torch."""
+    with fp64_model(folder) as model:
+        losses, logprobs = [], []
+        for sample in several():
+            assert sample.targets_T is not None
+            logp = model(sample.tokens_T[None]).logits[0, :-1].log_softmax(1).gather(1, sample.targets_T[1:])
+            logp = torch.where(sample.mask_T[:, None], torch.cat([logp.new_zeros(1, 4), logp]), 0.0)
+            losses.append(-(sample.fields["weights"] * logp).sum(1))
+            logprobs.append(logp.detach())
+        loss = torch.cat(losses).sum()
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        return loss.item(), gradients, logprobs, [each.detach() for each in losses]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_several_targets_of_a_position(pool, folder, wanted_of_several, row):
+    world, parallel, shared = ROWS[row]
+    loss, gradients, logprobs, losses = wanted_of_several
+    ranks = pool.run(world, of_several_targets, folder, several(), parallel, shared)
+    for of_rank in ranks:
+        assert of_rank.losses == pytest.approx([loss, loss], rel=1e-12)
+        for name, gradient in of_rank.gradients[0].items():
+            assert (gradient - gradients[name]).norm() <= 1e-12 * gradients[name].norm(), name
+        for returned in of_rank.outputs:
+            all_values = [*(returned[n] for n in ("logprobs", "loss", "twice")), of_rank.logprobs, logprobs, losses]
+            for values, of_loss, twice, asked, right, right_loss in zip(*all_values, strict=True):
+                assert values.equal(asked) and twice.equal(2 * asked)
+                torch.testing.assert_close(asked, right, rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(of_loss, right_loss, rtol=1e-12, atol=1e-12)
+    assert {name for of_rank in ranks for name in of_rank.gradients[0]} == gradients.keys()
+
+
+def test_several_targets_ask_for_one_number_a_position(inputs, one_rank):
+    engine = Engine(Config(ModelConfig(f"{inputs}/model", from_scratch=True)))
+    tokens = torch.arange(1, 5)
+    sample = Sample(tokens, tokens > 2, targets_T=tokens[:, None].expand(4, 3))
+    with pytest.raises(UserError, match=r"loss: .* returned shape \(2, 3\) instead of shape \(2,\)"):
+        engine.forward_backward([sample], Loss.of(negative_log_likelihood))
+    with pytest.raises(UserError, match=r"targets_T is \[T, 3\] in .* and \[T\] in .*: a step has one number of"):
+        engine.logprobs([sample, Sample(tokens, tokens > 2)])
 
 
 @pytest.mark.parametrize("target", [-1, 2048])

@@ -20,15 +20,28 @@ from support.ranks.vocab import dense_reference, tensor_parallel
 @pytest.mark.parametrize("fused", [False, True], ids=["in place", "as kernels"])
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_tensor_parallel_equals_dense(pool, tp, vocab, rows, chunk, fused, softcap):
-    random = torch.Generator().manual_seed(vocab)
-    n, d = 12, 6
-    hidden, weight = (torch.randn(size, d, generator=random, dtype=torch.float64) for size in (n, vocab))
-    targets = torch.arange(n) % vocab  # every rank that holds true columns owns a target
+    targets = torch.arange(12) % vocab  # every rank that holds true columns owns a target
     targets[-1] = vocab - 1
-    grads = torch.randn(2, n, generator=random, dtype=torch.float64)
+    check(pool, tp, vocab, rows, chunk * rows, fused, softcap, targets)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["in place", "as kernels"])
+@pytest.mark.parametrize(("vocab", "rows", "chunk", "softcap"), [(31, 16, 3, None), (9, 16, 1000, 2.0)])
+def test_several_targets_of_a_position_over_tensor_parallelism(pool, vocab, rows, chunk, softcap, fused):
+    """Targets of a position lie on both ranks, or on one; some are the same."""
+    targets = torch.randint(vocab, (12, 5), generator=torch.Generator().manual_seed(1))
+    targets[::2, 3] = targets[::2, 0]
+    check(pool, 2, vocab, rows, chunk * rows, fused, softcap, targets)
+
+
+def check(pool, tp, vocab, rows, chunk_elements, fused, softcap, targets):
+    random = torch.Generator().manual_seed(vocab)
+    n, d = len(targets), 6
+    hidden, weight = (torch.randn(size, d, generator=random, dtype=torch.float64) for size in (n, vocab))
+    grads = [torch.randn(shape, generator=random, dtype=torch.float64) for shape in (targets.shape, (n,))]
     wanted = dense_reference(hidden, weight, targets, (grads[0], grads[1]), softcap=softcap)
 
-    options = chunk * rows, fused, softcap
+    options = chunk_elements, fused, softcap
     ranks = pool.run(tp, tensor_parallel, hidden, weight, rows, targets, (grads[0], grads[1]), *options)
     for logprobs, entropy, hidden_grad, _ in ranks:
         for got, reference in zip((logprobs, entropy, hidden_grad), wanted):

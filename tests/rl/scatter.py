@@ -11,7 +11,7 @@ from isoloss.engine.batching.sample import Sample
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.losses import policy_loss
 from isoloss.engine.step.engine import Engine
-from isoloss.engine.step.losses import Loss
+from isoloss.engine.step.losses import Loss, TokenInputs
 
 
 def refused(config: RLConfig, samples: Sequence[Sample]) -> str:
@@ -37,8 +37,12 @@ class Seen:
     differences: list[str]
 
 
+def weighted(inputs: TokenInputs) -> torch.Tensor:
+    return -(inputs.fields["weights"] * inputs.logprobs_N).sum(1)
+
+
 def scattered(config: RLConfig, samples: Sequence[Sample]) -> Seen:
-    engine, loss = Engine(config), policy_loss(config)
+    engine, loss = Engine(config), policy_loss(config) if samples[0].target_shape == () else Loss.of(weighted)
     scatter, differences = Scatter(engine.mesh), []
     held = scatter.make(lambda: list(samples))
     plan, found = scatter.planned(held, engine.plan)

@@ -65,6 +65,19 @@ def test_a_rank_has_what_it_computes(pool, config, layout, shared):
         assert all(len(rank.placed) < len(samples) for rank in others)
 
 
+def test_several_targets_of_a_position_travel(pool, config):
+    samples = [
+        Sample(
+            each.tokens_T,
+            each.mask_T,
+            targets_T=each.tokens_T[:, None] // torch.arange(1, 4),
+            fields={"weights": each.tokens_T[:, None] / torch.arange(2, 5)},
+        )
+        for each in made()
+    ]
+    assert [rank.differences for rank in run(pool, config, "pp2+dp2", samples)] == [[]] * 4
+
+
 def test_a_replica_without_samples(pool, config):
     """Fewer samples than replicas."""
     ranks = run(pool, config, "dp4", made((5, 9)))

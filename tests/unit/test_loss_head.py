@@ -13,7 +13,7 @@ from support.ranks.vocab import dense_reference
 from torch._inductor.utils import run_and_get_code
 
 from isoloss.parallel import loss_head
-from isoloss.parallel.loss_head import LossHeadOptions, softcapped, unrounded_logits, vocab_parallel_logprobs
+from isoloss.parallel.loss_head import LossHeadOptions, LowRank, softcapped, unrounded_logits, vocab_parallel_logprobs
 from isoloss.parallel.ops import loss_head_kernels as kernels
 from isoloss.parallel.ops import matmul, row_blocks
 
@@ -143,6 +143,62 @@ def test_chunks_change_rounding_only(one_rank, with_entropy, temperature, softca
                 torch.testing.assert_close(got.detach(), reference, rtol=1e-12, atol=1e-12)
 
 
+@FUSED
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_several_targets_of_a_position(one_rank, with_entropy, softcap, fused):
+    """One, two and 40 of 31 tokens, so that some repeat, each with a gradient of its own, in chunks or kept."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(13, 8, dtype=torch.float64), torch.randn(31, 8, dtype=torch.float64)
+    for several in (1, 2, 40):
+        targets, grads = torch.randint(31, (13, several)), torch.randn(13, several + 1, dtype=torch.float64)
+        grads = grads[:, 1:], grads[:, 0] * with_entropy
+        wanted = dense_reference(hidden, weight, targets, grads, 0.7, softcap)
+        for chunk in (5, 1000):
+            h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+            options = LossHeadOptions(0.7, softcap, with_entropy, fused, 31 * chunk)
+            logprobs, entropy = vocab_parallel_logprobs(h, w, targets, 31, one_rank, options)
+            assert logprobs.shape == targets.shape
+            ((grads[0] * logprobs).sum() + (0 if entropy is None else (grads[1] * entropy).sum())).backward()
+            for got, reference in zip((logprobs, entropy, h.grad, w.grad), wanted):
+                if got is not None:
+                    torch.testing.assert_close(got.detach(), reference, rtol=1e-12, atol=1e-12)
+
+
+@FUSED
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_product_of_low_rank_is_added_to_the_logits(one_rank, with_entropy, softcap, fused):
+    """As if its factors were further columns of the hidden states and of the output matrix."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(13, 8 + 3, dtype=torch.float64), torch.randn(31 + 2, 8 + 3, dtype=torch.float64)
+    targets, grads = torch.randint(31, (13,)), torch.randn(2, 13, dtype=torch.float64)
+    wanted = dense_reference(hidden, weight[:31], targets, (grads[0], grads[1] * with_entropy), 0.7, softcap)
+    for chunk in (5, 1000):
+        (h, down), (w, up) = ([part.clone().requires_grad_() for part in t.split((8, 3), 1)] for t in (hidden, weight))
+        options = LossHeadOptions(0.7, softcap, with_entropy, fused, 31 * chunk)
+        logprobs, entropy = vocab_parallel_logprobs(h, w, targets, 31, one_rank, options, low_rank=LowRank(down, up))
+        ((grads[0] * logprobs).sum() + (0 if entropy is None else (grads[1] * entropy).sum())).backward()
+        assert h.grad is not None and down.grad is not None and w.grad is not None and up.grad is not None
+        found = logprobs, entropy, torch.cat([h.grad, down.grad], 1), torch.cat([w.grad, up.grad], 1)[:31]
+        for got, reference in zip(found, wanted):
+            if got is not None:
+                torch.testing.assert_close(got.detach(), reference, rtol=1e-12, atol=1e-12)
+        assert not up.grad[31:].any()
+
+
+@FUSED
+def test_a_gradient_of_several_targets_is_rounded_once(one_rank, fused):
+    """With the identity as output matrix, that of the hidden state is that of the logits."""
+    torch.manual_seed(0)
+    targets, grads = torch.tensor([[0, 0, 1]]), torch.rand(1, 3)
+    hidden, weight = torch.randn(1, 3).bfloat16().requires_grad_(), torch.eye(3).bfloat16().requires_grad_()
+    options = LossHeadOptions(fused=fused)
+    vocab_parallel_logprobs(hidden, weight, targets, 3, one_rank, options)[0].backward(grads)
+    wanted = dense_reference(hidden, weight, targets, (grads, torch.zeros(1)))[2]
+    assert hidden.grad is not None and torch.equal(hidden.grad, wanted.bfloat16())
+
+
 def test_bf16_weight_gradients_are_accumulated_in_fp32(one_rank):
     """512 equal terms, a chunk each: a bf16 sum would stop growing at 256 terms."""
     hidden, weight = torch.ones(512, 4).bfloat16(), torch.zeros(2, 4).bfloat16().requires_grad_()
@@ -201,6 +257,8 @@ def test_without_positions_the_result_is_an_empty_one_that_is_connected(dtype, w
         LossHeadOptions(with_entropy=with_entropy, fused=fused),
     )
     assert logprobs.shape == (0,) and logprobs.requires_grad
+    several, _ = vocab_parallel_logprobs(hidden, weight, torch.zeros(0, 4, dtype=torch.int64), 13, one_rank)
+    assert several.shape == (0, 4) and several.requires_grad
     (logprobs.sum() + (0 if entropy is None else entropy.sum())).backward()
     assert hidden.grad is not None and hidden.grad.shape == (0, 8)
     assert weight.grad is not None and torch.equal(weight.grad, torch.zeros(16, 8, dtype=dtype))

@@ -163,10 +163,10 @@ REFUSED = [
     (put(Q.format("A"), 3, 48, dtype=torch.int8), {}, r"q_proj.lora_A.weight has the type I8; only F32, BF16"),
     (put(HEAD.format("A"), 3, 48), {}, r"lacks base_model.model.lm_head.lora_B"),
     (
-        lambda t: (put(HEAD.format("A"), 3, 48)(t), put(HEAD.format("B"), 307, 3)(t)),
-        {}, r"adapts lm_head, an embedding or output matrix",
+        lambda t: (put(HEAD.format("A"), 3, 48)(t), put(HEAD.format("B"), 308, 3)(t)),
+        {}, r"lm_head have shapes \[3, 48\] and \[308, 3\] where .* call for \[3, 48\] and \[307, 3\]",
     ),
-    (put("base_model.model.model.embed_tokens.lora_embedding_A", 3, 307), {}, r"of an embedding or an output ma"),
+    (put("base_model.model.model.embed_tokens.lora_embedding_A", 3, 307), {}, r"of an embedding"),
     (put("base_model.model.model.norm.weight", 48), {}, r"norm.weight, which is a copy of the model's own"),
     (put(Q.format("B").replace("weight", "bias"), 80), {}, r"lora_B.bias, which is a bias"),
     (

@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from isoloss.engine.batching.sample import Sample, check_tokens, grouped_by_prompt, outline, sequence_numbers
+from isoloss.engine.batching.sample import (
+    Sample,
+    check_tokens,
+    grouped_by_prompt,
+    outline,
+    sequence_numbers,
+    target_shape,
+)
 from isoloss.parallel import UserError
 
 TOKENS = torch.tensor([5, 6, 7, 8])
@@ -13,9 +20,9 @@ MASK = torch.tensor([False, False, True, True])
 CUT = Sample(TOKENS, MASK, 3, {"advantages": TOKENS / 2}, "row:1", sequence=12, set=4, targets_T=TOKENS + 1)
 
 
-@pytest.mark.parametrize("targets_T", [TOKENS[:3], TOKENS.float(), TOKENS[None]])
+@pytest.mark.parametrize("targets_T", [TOKENS[:3], TOKENS.float(), TOKENS[None], TOKENS[:, None][:, :0]])
 def test_targets_of_another_shape_or_type_are_refused(targets_T):
-    with pytest.raises(ValueError, match=r"targets_T must be int64 of shape \(4,\), not torch\."):
+    with pytest.raises(ValueError, match=r"targets_T must be int64 of shape \(4,\) or \(4, K\), not torch\."):
         Sample(TOKENS, MASK, targets_T=targets_T)
 
 
@@ -52,6 +59,38 @@ def test_a_token_that_the_model_does_not_have_is_named_with_its_sample(token):
 
 def test_tokens_are_the_targets_unless_others_are_given():
     assert Sample(TOKENS, MASK).predicted_T is TOKENS and CUT.predicted_T.equal(TOKENS + 1)
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 2), (4, 3, 1)])
+def test_a_field_of_each_target_has_their_shape(shape):
+    several = TOKENS[:, None].expand(4, 3)
+    Sample(TOKENS, MASK, fields={"of each": several / 2, "of all": TOKENS / 2}, targets_T=several)
+    with pytest.raises(ValueError, match=r"fields\['a'\] must be a tensor of shape \(4,\) or \(4, 3\), not \("):
+        Sample(TOKENS, MASK, fields={"a": torch.zeros(shape)}, targets_T=several)
+
+
+def test_samples_of_a_step_have_one_number_of_targets_a_position():
+    one, two, three = (
+        Sample(TOKENS, MASK, id=f"row:{k}", targets_T=TOKENS[:, None].expand(4, k), fields={"w": torch.zeros(4, k)})
+        for k in (1, 2, 3)
+    )
+    plain, all_alike = Sample(TOKENS, MASK, id="row:0"), replace(two, fields={"w": TOKENS / 2})
+    assert target_shape([]) == target_shape([plain, CUT]) == ()
+    assert target_shape([three, three]) == (3,) and target_shape([outline(one)]) == (1,)
+    for first, second, shapes in (
+        (plain, one, r"targets_T is \[T\] in sample 'row:0' and \[T, 1\] in sample 'row:1'"),
+        (three, outline(two), r"targets_T is \[T, 3\] in sample 'row:3' and \[T, 2\] in sample 'row:2'"),
+        (two, all_alike, r"fields\['w'\] is \[T, 2\] in sample 'row:2' and \[T\] in sample 'row:2'"),
+    ):
+        with pytest.raises(UserError, match=shapes):
+            target_shape([first, second])
+
+
+def test_a_target_of_several_that_is_no_token_is_named():
+    targets = torch.tensor([[0, 9], [0, 9], [0, 8], [9, 1]])
+    check_tokens([Sample(TOKENS, MASK & (TOKENS < 8), targets_T=targets)], 9)
+    with pytest.raises(UserError, match="targets_T of sample 'row:5' has the target 9, "):
+        check_tokens([Sample(TOKENS, MASK, id="row:5", targets_T=targets)], 9)
 
 
 def test_everything_travels():

@@ -16,14 +16,16 @@ def dense_reference(
     temperature: float = 1.0,
     softcap: float | None = None,
 ):
-    """log p(target), entropy, and the gradients of (grads[0] * log p + grads[1] * entropy).sum(), all in fp64."""
+    """log p(target) of targets [N] or [N, K], entropy, and the gradients of the sum of grads[0] * log p and grads[1] *
+    entropy, all in fp64."""
     hidden, weight = (t.detach().double().requires_grad_() for t in (hidden_ND, weight_VD))
     logits_NV = hidden @ weight.T
     if softcap is not None:
         logits_NV = softcap * torch.tanh(logits_NV / softcap)
     logp_NV = torch.log_softmax(logits_NV / temperature, -1)
-    logprobs, entropy = logp_NV.gather(1, targets_N[:, None]).squeeze(1), -(logp_NV.exp() * logp_NV).sum(-1)
-    (grads[0].double() * logprobs + grads[1].double() * entropy).sum().backward()
+    target = targets_N.reshape(len(targets_N), -1 if len(targets_N) else 1)
+    logprobs, entropy = logp_NV.gather(1, target).reshape(targets_N.shape), -(logp_NV.exp() * logp_NV).sum(-1)
+    ((grads[0].double() * logprobs).sum() + (grads[1].double() * entropy).sum()).backward()
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
@@ -55,5 +57,5 @@ def tensor_parallel(
         group,
         LossHeadOptions(softcap=softcap, with_entropy=True, fused=fused, chunk_elements=chunk_elements),
     )
-    (grads[0] * logprobs + grads[1] * entropy).sum().backward()
+    ((grads[0] * logprobs).sum() + (grads[1] * entropy).sum()).backward()
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
