@@ -43,6 +43,8 @@ class Sampling:
 
     temperature: 0 is greedy.
     top_p: nucleus; 1 switches it off.
+    top_k: number of the most probable tokens to choose among; -1 switches it off. With top_p only those of the nucleus:
+        its probabilities are those of the whole vocabulary, as SGLang counts them.
     seed: seed of the run; a request adds its own id.
     """
 
@@ -51,6 +53,11 @@ class Sampling:
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    top_k: int = -1
+
+    def __post_init__(self):
+        if self.top_k != -1 and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1, or -1 for the whole vocabulary")
 
 
 class Numbers(Sequence):
@@ -120,8 +127,8 @@ class Completion:
     """The tokens generated for a request.
 
     tokens, logprobs, versions: any sequences, kept as `Numbers`; `Absent` in an outline.
-    logprobs: log-probability of each token under softmax(logits / temperature) of the whole vocabulary (top_p does not
-        renormalize; with temperature 0, under softmax(logits)).
+    logprobs: log-probability of each token under softmax(logits / temperature) of the whole vocabulary (top_p and
+        top_k do not renormalize; with temperature 0, under softmax(logits)).
     versions: the weight version that produced each token.
     finish: "stop" with a stop token at the end, "length" at max_new_tokens, "abort" where the backend was stopped.
     """

@@ -161,10 +161,10 @@ class RowScheduler:
 
 
 def _by_sampling(rows: Sequence[ActiveSequence]) -> list[list[int]]:
-    """Return the indices of rows whose tokens can be chosen in one call: those with one temperature and one top_p."""
-    alike: dict[tuple[float, float], list[int]] = {}
+    """Return the indices of rows whose tokens can be chosen in one call: those with one temperature, top_p and top_k."""
+    alike: dict[tuple[float, float, int], list[int]] = {}
     for k, row in enumerate(rows):
-        alike.setdefault((row.sampling.temperature, row.sampling.top_p), []).append(k)
+        alike.setdefault((row.sampling.temperature, row.sampling.top_p, row.sampling.top_k), []).append(k)
     return list(alike.values())
 
 
