@@ -31,6 +31,7 @@ def generate(
     version: int,
     proceed: Callable[[bool], bool] = lambda working: working,
     arrived: Callable[[Completion], object] = lambda completion: None,
+    text: Callable[[Sequence[int]], str] = lambda tokens: "",
 ) -> list[Completion]:
     """All at once, in their order; what is left when `proceed` says no is aborted."""
     done: dict[str, Completion] = {}
@@ -40,7 +41,7 @@ def generate(
         if row.finish is not None:
             arrived(row.completion())
 
-    rows = RowScheduler(TransformersDecoder(model), concurrency, version, ended)
+    rows = RowScheduler(TransformersDecoder(model), concurrency, version, ended, text)
     rows.add([ActiveSequence.start(request, sampling) for request in requests])
     with torch.inference_mode():
         while proceed(rows.busy):
