@@ -14,6 +14,7 @@ from isoloss.engine.rl.trajectory import Request, Sampling
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.versions import BASE, WeightVersions
 from isoloss.models.lora.config import LoraConfig
+from isoloss.parallel import UserError
 from support.models.lora import LORA, make_engine
 from support.models.transformers_parity import TOKEN_MEAN
 
@@ -69,11 +70,10 @@ def check(folder: Path, samples: list[Sample], rank: int, parallel: dict) -> Non
                     base = seen(engine)
                 assert equal(seen(engine), now)
                 adapter = engine.adapter(LoraConfig(rank=rank, alpha=9.0, seed=2))
-                with pytest.raises(Exception, match="version 1 is of another model, or of an adapter with other lora"):
-                    with versions.using(adapter, 1):
-                        pass
+                with pytest.raises(UserError, match="version 1 is of another model, or of an adapter with other lora"):
+                    versions.using(adapter, 1).__enter__()
             versions.drop(1)
-            with pytest.raises(Exception, match=r"there is no version 1: .* \(there are: 2\)"):
+            with pytest.raises(UserError, match=r"there is no version 1: .* \(there are: 2\)"):
                 versions.drop(1)
         engine.forward_backward(samples, TOKEN_MEAN)
         engine.optim_step()
@@ -83,6 +83,5 @@ def check(folder: Path, samples: list[Sample], rank: int, parallel: dict) -> Non
     if rank:
         assert equal(seen(make_engine(folder, LoraConfig(), precision="fp32", **parallel)), base)
     else:
-        with pytest.raises(Exception, match="lora.rank=0: there is no model without its adapter"):
-            with WeightVersions().using(engine, BASE):
-                pass
+        with pytest.raises(UserError, match=r"lora\.rank=0: there is no model without its adapter"):
+            WeightVersions().using(engine, BASE).__enter__()

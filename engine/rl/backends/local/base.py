@@ -146,7 +146,8 @@ class LocalBackend(RolloutBackend):
         rows.add(self._rows)
         self._rows = []
         decoder = rows.decoder
-        with torch.inference_mode():
+        # Not in inference mode: Megatron keeps the buffer of its gathers, and later passes could not write to it.
+        with torch.no_grad():
             while self._follow(rows, goal):
                 watchdog.beat()
                 rows.step() if rows.busy else decoder.idle()
