@@ -27,7 +27,7 @@ def most_probable(
     under softmax(logits / temperature), [N, K] fp64; the most probable first, of equal ones the earlier in the
     vocabulary. Without gradients.
 
-    hidden_ND, weight_VD, vocab_size: as for `vocab_parallel_logprobs`.
+    hidden_ND, weight_VD, vocab_size: inputs of `vocab_parallel_logprobs`.
     Collectives: one all-gather of [N, 2C + 1] fp64 over tp_group.
     """
     first = tp_group.rank() * weight_VD.shape[0]

@@ -1,4 +1,4 @@
-"""Where a completion ends because of its text: at the first token after which the text holds one of some strings."""
+"""Find where a completion ends because of its text: at the first token after which the text holds one of some strings.
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
