@@ -17,7 +17,7 @@ from isoloss.parallel import UserError
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """What the model expects at each place of a prompt, from the tokens before it; nothing at the first.
+    """Log-probabilities at each place of a prompt, from the tokens before it; none at the first.
 
     logprobs_T: log-probability of each token, fp64; NaN for the first.
     top_ids_TK: ids of the most probable tokens, the most probable first, of equal ones the earlier in the vocabulary;

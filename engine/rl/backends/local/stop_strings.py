@@ -1,4 +1,4 @@
-"""Find where a completion ends because of its text: at the first token after which the text holds one of some strings.
+"""Find where a completion ends because of its text: at the first token after which the text holds a given string."""
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
