@@ -50,7 +50,7 @@ def by_isoloss(decoder: Callable[[], Decoder], requests: Sequence[Request], new:
     """The tokens of each request, [B, new]."""
     sampling = Sampling(new, temperature, stop_token_ids=(), seed=0)
     rows = [ActiveSequence.start(request, sampling) for request in requests]
-    scheduler = RowScheduler(decoder(), len(requests), 0, lambda row: None)
+    scheduler = RowScheduler(decoder(), len(requests), 0, lambda row: None, lambda tokens: "")
     scheduler.add(rows)
     with torch.inference_mode():
         while scheduler.busy:

@@ -27,6 +27,7 @@ from isoloss.parallel.loss_head import LossHeadOptions, LowRank, softcapped, unr
 from isoloss.parallel.ops.prepacked import PackedMatrix
 from isoloss.parallel.rank0 import is_main
 from isoloss.parallel.runtime.console import Progress
+from isoloss.parallel.top_tokens import most_probable
 
 
 def own_data(parameter: Tensor) -> Tensor:
@@ -166,6 +167,16 @@ class Model:
         if adapter is None:
             return None
         return LowRank(linear(hidden_ND, adapter.a) * adapter.factors.scale, adapter.b)
+
+    def most_probable(self, hidden: Tensor, labelled_N: Tensor, num: int) -> tuple[Tensor, Tensor]:
+        """The ids and log-probabilities of the most probable tokens at the labeled positions, [N, num], on every TP
+        rank: see `top_tokens.most_probable`.
+
+        Collectives over TP: a gather of the slice if it is sequence-parallel, and that of `most_probable`.
+        """
+        weight_VD = self.modules[-1].output_weight()
+        row = self._labelled(hidden, labelled_N), weight_VD, num, self.arch.vocab_size, self.mesh.tp
+        return most_probable(*row, self.arch.logit_softcap)
 
     def _labelled(self, hidden: Tensor, labelled_N: Tensor) -> Tensor:
         if self.mesh.layout.sequence_parallel:

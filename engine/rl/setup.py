@@ -145,4 +145,6 @@ def open_backend(config: RLConfig, engine: Engine, output_dir: Path) -> RolloutB
         return ServerBackend(config.rollout, config.model.path, engine.arch.vocab_size, logs, *kind)
     if config.rollout.backend == "megatron":
         return MegatronBackend(engine, config.rollout.concurrency)
-    return TransformersBackend(config.model.path, engine.model.dtype, engine.device, config.rollout.concurrency)
+    model = config.model
+    copy_of = engine.model.dtype, engine.device, config.rollout.concurrency
+    return TransformersBackend(model.path, *copy_of, model.tokenizer or None)

@@ -39,11 +39,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rules to sample tokens. A completion ends with (and contains) the first of stop_token_ids, or at max_new_tokens.
+    """Rules to sample tokens. A completion ends with (and contains) the first of stop_token_ids, with the first token
+    after which its text contains one of `stop`, or at max_new_tokens.
 
     temperature: 0 is greedy.
     top_p: nucleus; 1 switches it off.
+    top_k: number of the most probable tokens to choose among; -1 switches it off. With top_p only those of the nucleus:
+        its probabilities are those of the whole vocabulary, as SGLang counts them.
     seed: seed of the run; a request adds its own id.
+    stop: texts; models in the training processes know them, servers refuse them.
     """
 
     max_new_tokens: int
@@ -51,6 +55,15 @@ class Sampling:
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if self.top_k != -1 and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1, or -1 for the whole vocabulary")
+        for stop in self.stop:
+            if not stop or "\ufffd" in stop:
+                raise ValueError(f"stop={stop!r} must be a text, without U+FFFD, which stands for bytes that are none")
 
 
 class Numbers(Sequence):
@@ -120,10 +133,11 @@ class Completion:
     """The tokens generated for a request.
 
     tokens, logprobs, versions: any sequences, kept as `Numbers`; `Absent` in an outline.
-    logprobs: log-probability of each token under softmax(logits / temperature) of the whole vocabulary (top_p does not
-        renormalize; with temperature 0, under softmax(logits)).
+    logprobs: log-probability of each token under softmax(logits / temperature) of the whole vocabulary (top_p and
+        top_k do not renormalize; with temperature 0, under softmax(logits)).
     versions: the weight version that produced each token.
-    finish: "stop" with a stop token at the end, "length" at max_new_tokens, "abort" where the backend was stopped.
+    finish: "stop" with a stop token or a stop string at the end, "length" at max_new_tokens, "abort" where the
+        backend was stopped.
     """
 
     id: str

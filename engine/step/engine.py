@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from isoloss.engine.step.forward_backward import Head, Pass, StepMetrics, run_st
 from isoloss.engine.step.losses import Loss, LossLike, Term, as_loss, negative_log_likelihood
 from isoloss.engine.step.model_source import ModelSource, digest, factors_of, resolve
 from isoloss.engine.step.optimizer import Gather, Overlap, clip_gradients, global_grad_norm, set_hyperparameters
+from isoloss.engine.step.prompts import PromptLogprobs, prompt_head, prompt_samples, read_prompts
 from isoloss.engine.step.step_batch import StepBatch, prepare_step
 from isoloss.engine.step.together import run_calls
 from isoloss.engine.step.trained import Trained
@@ -201,6 +203,7 @@ class Engine:
         Collectives: the gradient reduction, one all-reduce of the norm, and with moe.bias_update_rate one of the
             experts' loads.
         """
+        self.trained.check_own()
         started = time.perf_counter()
         given = {"lr": lr, "betas": betas and tuple(betas), "eps": eps, "weight_decay": weight_decay, "clip": clip}
         given = {name: value for name, value in given.items() if value is not None}
@@ -275,6 +278,17 @@ class Engine:
             return self.model.logprobs(hidden, at, targets_N, temperature=temperature)[0]
 
         return self._of_targets(head, samples, None)
+
+    def prompt_logprobs(self, prompts: Sequence[Sequence[int]], top_k: int = 0) -> list[PromptLogprobs]:
+        """Return the log-probability of every token of every prompt, by token ids, under softmax(logits).
+
+        top_k: number of the most probable tokens to name at each place, with their log-probabilities.
+        Raises UserError for a prompt without tokens or beyond the vocabulary. Logits are of a few positions at a time,
+        and of this rank's part of the vocabulary. Collectives as `logprobs`.
+        """
+        samples = prompt_samples(prompts, top_k, self.arch.vocab_size)
+        rows = self._of_targets(partial(prompt_head, self.model, top_k), samples, (1 + 2 * top_k,))
+        return [*read_prompts(rows, top_k)]
 
     def values(self, samples: Sequence[Sample]) -> list[Tensor]:
         """Return a critic's expected return before every target of every sample: [T] fp64 each, 0 where mask_T is
@@ -365,6 +379,7 @@ class Engine:
 
         copies: pool for copies of tensors of the host, so that the engine may go on before `write`; None: no copies.
         """
+        self.trained.check_own()
         self.return_to_device()
         return checkpoint.stage(
             Path(folder), self._held(), self.optimizer, self.source.side_files, extra or {}, copies, self.stop_token_ids
@@ -375,6 +390,7 @@ class Engine:
 
         Raises UserError for an adapter of another model, rank, scale or targets.
         """
+        self.trained.check_own()
         self.return_to_device()
         return checkpoint.load(Path(folder), self._held(), self.optimizer)
 
@@ -562,6 +578,7 @@ class Engine:
 
     def _check_call(self, loss: Loss) -> None:
         """Raise ValueError where this call of `forward_backward` would make the gradient of the step wrong."""
+        self.trained.check_own()
         if self.trained.reduced:
             raise ValueError(
                 "forward_backward after reduce_gradients() or gradients(): ranks would not sum what it adds; call "

@@ -28,6 +28,7 @@ class Trained:
     adapter: the adapter that the parameters are the factors of; None: they are the model's own.
     weights, memory: tensors that can leave the device: an adapter's weights; gradients and optimizer state.
     reduced: whether ranks have summed the gradients of this step.
+    borrowed: whether the parameters have values of another version for a while (`versions`).
     finite, tokens, modes: finiteness, valid tokens and aggregations of the losses that this step has accumulated.
     """
 
@@ -48,6 +49,15 @@ class Trained:
         )
         self.reduced, self.finite, self.tokens = False, True, 0
         self.modes: list[str] = []
+        self.borrowed = False
+
+    def check_own(self) -> None:
+        """Raise ValueError while the parameters have values of another version."""
+        if self.borrowed:
+            raise ValueError(
+                "the engine computes with another version of its weights, which is not to be trained, saved or "
+                "replaced: leave WeightVersions.using() first"
+            )
 
     def tensors(self) -> list[Tensor]:
         """Return every parameter and buffer of the modules."""

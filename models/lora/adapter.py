@@ -117,6 +117,11 @@ class Adapter:
     # ---- what a checkpoint asks of it, as of a `Model` ---------------------------------------------------------------
 
     @property
+    def frozen(self) -> FrozenModel:
+        """Return the model under the adapter, which it shares with others."""
+        return self._frozen
+
+    @property
     def model(self) -> Model:
         return self._frozen.model
 

@@ -281,6 +281,8 @@ class Engine:
         else:
             ordered_V, index_V = logprobs_V.exp().sort(descending=True)
             ordered_V[ordered_V.cumsum(0) - ordered_V >= params.get("top_p", 1.0)] = 0
+            top_k = params.get("top_k", -1)
+            ordered_V[top_k if top_k > 0 else len(ordered_V) :] = 0
             token = int(index_V[torch.multinomial(ordered_V, 1, generator=self.random)])
         return token, float(logprobs_V[token])
 

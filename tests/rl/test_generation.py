@@ -31,6 +31,7 @@ def generate(
     version: int,
     proceed: Callable[[bool], bool] = lambda working: working,
     arrived: Callable[[Completion], object] = lambda completion: None,
+    text: Callable[[Sequence[int]], str] = lambda tokens: "",
 ) -> list[Completion]:
     """All at once, in their order; what is left when `proceed` says no is aborted."""
     done: dict[str, Completion] = {}
@@ -40,7 +41,7 @@ def generate(
         if row.finish is not None:
             arrived(row.completion())
 
-    rows = RowScheduler(TransformersDecoder(model), concurrency, version, ended)
+    rows = RowScheduler(TransformersDecoder(model), concurrency, version, ended, text)
     rows.add([ActiveSequence.start(request, sampling) for request in requests])
     with torch.inference_mode():
         while proceed(rows.busy):
@@ -116,7 +117,7 @@ def choose_alone(logits_V: np.ndarray, key: int, sampling: Sampling) -> tuple[in
         return token, float(logprobs_V[token])
     nucleus, mass = set(), 0.0
     for token in sorted(range(len(logprobs_V)), key=lambda token: (-logprobs_V[token], token)):
-        if mass >= sampling.top_p:
+        if mass >= sampling.top_p or len(nucleus) == sampling.top_k:
             break
         nucleus.add(token)
         mass += np.exp(logprobs_V[token])
@@ -142,7 +143,14 @@ def test_rows_are_as_if_alone(family, model, monkeypatch):
 
 @pytest.mark.parametrize("concurrency", [1, 3, 64])
 @pytest.mark.parametrize(
-    "changes", [{"top_p": 0.6}, {"temperature": 0.0}, {"stop_token_ids": tuple(range(0, VOCAB, 9))}]
+    "changes",
+    [
+        {"top_p": 0.6},
+        {"top_k": 3},
+        {"top_k": 9, "top_p": 0.6},
+        {"temperature": 0.0},
+        {"stop_token_ids": tuple(range(0, VOCAB, 9))},
+    ],
 )
 def test_any_concurrency_and_sampling(concurrency, changes, model):
     requests, sampling = make_requests(), Sampling(**{**vars(SAMPLING), **changes})
@@ -163,10 +171,10 @@ def test_greedy_is_that_of_transformers(family, model):
         assert found.tokens == tuple(wanted[0, prompt.shape[1] :].tolist())
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8)])
-def test_tokens_are_as_frequent_as_they_are_probable(temperature, top_p, model):
+@pytest.mark.parametrize(("temperature", "top_p", "top_k"), [(1.0, 1.0, -1), (0.7, 0.8, -1), (0.7, 1.0, 12)])
+def test_tokens_are_as_frequent_as_they_are_probable(temperature, top_p, top_k, model):
     draws, prompt = 20_000, make_requests()[0].prompt_tokens
-    sampling = Sampling(1, temperature, top_p, seed=11)
+    sampling = Sampling(1, temperature, top_p, seed=11, top_k=top_k)
     requests = [Request(str(k), prompt) for k in range(draws)]
     found = generate(model("llama"), requests, sampling, draws, version=0)
     with torch.inference_mode():
@@ -174,6 +182,7 @@ def test_tokens_are_as_frequent_as_they_are_probable(temperature, top_p, model):
     probabilities_V = (logits_V / temperature).softmax(-1)
     order_V = probabilities_V.argsort(descending=True)
     size = int((probabilities_V[order_V].cumsum(0) < top_p).sum()) + 1 if top_p < 1 else VOCAB
+    size = min(size, top_k) if top_k > 0 else size
     nucleus_V = torch.zeros_like(probabilities_V).scatter(0, order_V[:size], 1.0) * probabilities_V
     expected_V = (nucleus_V / nucleus_V.sum() * draws).numpy()
     counts_V = np.bincount([c.tokens[0] for c in found], minlength=VOCAB)
@@ -211,6 +220,15 @@ def test_a_probability_of_0_is_never_drawn():
     assert set(choose(one_BV, keys(1000), Sampling(1))[0].tolist()) == {2}
     equal_BV = torch.zeros(1000, 4)
     assert set(choose(equal_BV, keys(1000), Sampling(1, top_p=0.5))[0].tolist()) == {0, 1}
+    assert set(choose(equal_BV, keys(1000), Sampling(1, top_k=3))[0].tolist()) == {0, 1, 2}
+    assert set(choose(equal_BV, keys(1000), Sampling(1, top_p=0.5, top_k=3))[0].tolist()) == {0, 1}
+    assert set(choose(equal_BV, keys(1000), Sampling(1, top_k=9))[0].tolist()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("top_k", [0, -2])
+def test_a_top_k_of_no_token_is_refused(top_k):
+    with pytest.raises(ValueError, match=f"top_k={top_k} must be at least 1, or -1"):
+        Sampling(1, top_k=top_k)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -19,6 +19,7 @@ from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 
 SAMPLING = Sampling(max_new_tokens=20, seed=3)
 WARM, NUCLEUS = replace(SAMPLING, temperature=0.6), replace(SAMPLING, top_p=0.5, seed=4)
+FEW = replace(SAMPLING, top_k=2, stop_token_ids=tuple(range(0, 96, 7)))
 REQUESTS = [Request(f"{k}", tuple(range(1, 4 + 3 * k))) for k in range(6)]
 
 
@@ -35,9 +36,10 @@ def alone(backend: TransformersBackend, sampling: Sequence[Sampling]) -> list[Co
 
 
 def test_later_requests_join_and_nothing_depends_on_who_else_is_there(backend):
-    """Each has a sampling of its own, and draws what it draws alone. Each of the first three that ends submits one."""
-    sampling = [SAMPLING, WARM, NUCLEUS, replace(SAMPLING, max_new_tokens=3), WARM, NUCLEUS]
-    sampling[1] = replace(WARM, max_new_tokens=2)
+    """Each has a sampling of its own, and draws the tokens it draws alone. Each of the first three that ends submits
+    one."""
+    sampling = [SAMPLING, replace(WARM, max_new_tokens=2), NUCLEUS, replace(SAMPLING, max_new_tokens=3), FEW, NUCLEUS]
+    sampling[5] = replace(FEW, temperature=0.6, top_p=0.9, top_k=5, seed=9, stop_token_ids=())
     wanted = alone(backend, sampling)
     goal: Future[None] = Future()
     done: list[Completion] = []

@@ -63,11 +63,13 @@ class Background:
 # ---------------------------------------------------------------------------------------------------------- generation
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (1.0, 1.0), (0.6, 1.0), (1.0, 0.7)])
-def test_logprobs_are_those_of_the_whole_vocabulary(backend, temperature, top_p):
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"), [(0.0, 1.0, -1), (1.0, 1.0, -1), (0.6, 1.0, -1), (1.0, 0.7, -1), (1.0, 1.0, 3)]
+)
+def test_logprobs_are_those_of_the_whole_vocabulary(backend, temperature, top_p, top_k):
     rollout, model, asked = backend(), policy(1), requests(6)
     rollout.update_weights(buckets(model), 1)
-    completions = rollout.generate(asked, Sampling(24, temperature, top_p))
+    completions = rollout.generate(asked, Sampling(24, temperature, top_p, top_k=top_k))
     assert [c.id for c in completions] == [r.id for r in asked]
     for request, completion in zip(asked, completions):
         assert worst(model, request, completion, temperature) <= PARITY

@@ -88,6 +88,7 @@ def test_the_budget_is_what_is_left():
     sampling = Sampling(8, 0.5, 0.9, (4, 5))
     params = sampling_params(Request("a", (1,)), sampling, 3)
     assert (params["max_new_tokens"], params["temperature"], params["top_p"]) == (3, 0.5, 0.9)
+    assert params["top_k"] == -1 and sampling_params(Request("a", (1,)), Sampling(8, top_k=7), 3)["top_k"] == 7
     assert params["stop_token_ids"] == [4, 5] and not params["ignore_eos"]
     assert sampling_params(Request("a", (1,)), Sampling(8), 8)["ignore_eos"]
 

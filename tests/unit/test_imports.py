@@ -65,6 +65,7 @@ ORDER = {
         "aggregation.py layout.py ops rank0.py",
         "mesh.py normalizer.py",
         "loss_head.py schedule.py sequence.py",
+        "top_tokens.py",
         "ring.py",
         "attention.py",
         "head_exchange.py",

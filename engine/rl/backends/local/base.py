@@ -5,6 +5,7 @@ import threading
 import traceback
 from collections import Counter
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from isoloss.engine.instruments import watchdog
 from isoloss.engine.rl.backends.local.continuous_batching import ActiveSequence, Decoder, RowScheduler
 from isoloss.engine.rl.backends.local.orders import IDLE_SECONDS, LOOK_SECONDS, Order, OrderLog
+from isoloss.engine.rl.backends.local.stop_strings import TokenizerText
 from isoloss.engine.rl.backends.protocol import RolloutBackend
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.models.architecture import Architecture
@@ -25,11 +27,13 @@ class LocalBackend(RolloutBackend):
     """A `RolloutBackend` without `decoder` and `update_weights`.
 
     concurrency: largest number of rows that decode together in one model.
+    tokenizer_folder: folder of the tokenizer, which is read only if a request has stop strings.
     The constructor is collective over the world.
     """
 
-    def __init__(self, arch: Architecture, concurrency: int):
+    def __init__(self, arch: Architecture, concurrency: int, tokenizer_folder: Path):
         self.arch, self.concurrency = arch, concurrency
+        self._text = TokenizerText(tokenizer_folder, arch.vocab_size)
         self.rank0 = RankZero(patient=watchdog.patient)
         self._version: int | None = None
         self._log = OrderLog()
@@ -69,11 +73,13 @@ class LocalBackend(RolloutBackend):
     def submit(self, request: Request, sampling: Sampling) -> Future[Completion]:
         """Implement `RolloutBackend.submit`. The future raises RuntimeError after a failure or `close`.
 
-        Raises UserError for a prompt that is empty or too long, ValueError before the first `update_weights` and for an
-        id that is in flight.
+        Raises UserError for a prompt that is empty or too long and for stop strings without a tokenizer, ValueError
+        before the first `update_weights` and for an id that is in flight.
         """
         self._check_weights("generate")
         check_request(request, sampling, self.arch.max_positions)
+        if sampling.stop:
+            self._text(())
         future: Future[Completion] = Future()
         with self._changed:
             if request.id in self._futures:
@@ -124,7 +130,7 @@ class LocalBackend(RolloutBackend):
             goal.add_done_callback(lambda _: self._wake())
         failure, self._ending = "", False
         try:
-            self._generate(RowScheduler(self.decoder(), self.concurrency, version, self._ended), goal)
+            self._generate(RowScheduler(self.decoder(), self.concurrency, version, self._ended, self._text), goal)
         except Exception:  # the other ranks wait below and have to hear of it
             failure = traceback.format_exc()
             self._end() if self.rank0.here else self._log.send(failure)
@@ -140,7 +146,8 @@ class LocalBackend(RolloutBackend):
         rows.add(self._rows)
         self._rows = []
         decoder = rows.decoder
-        with torch.inference_mode():
+        # Not in inference mode: Megatron keeps the buffer of its gathers, and later passes could not write to it.
+        with torch.no_grad():
             while self._follow(rows, goal):
                 watchdog.beat()
                 rows.step() if rows.busy else decoder.idle()

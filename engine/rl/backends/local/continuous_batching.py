@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from isoloss.engine.rl.backends.local.sampling import choose, noise_key
+from isoloss.engine.rl.backends.local.stop_strings import Decode, ends_in
 from isoloss.engine.rl.trajectory import Completion, Finish, Request, Sampling
 
 MAX_PREFILL = 16384  # tokens that are read in one forward, padding included; a longer row is read alone
@@ -18,13 +19,17 @@ MAX_PREFILL = 16384  # tokens that are read in one forward, padding included; a 
 
 @dataclass
 class ActiveSequence:
-    """A request in flight and its tokens so far."""
+    """A request in flight and its tokens so far.
+
+    stopped: whether the text of the tokens holds one of sampling.stop.
+    """
 
     request: Request
     sampling: Sampling
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    stopped: bool = False
 
     @classmethod
     def start(cls, request: Request, sampling: Sampling) -> "ActiveSequence":
@@ -46,7 +51,7 @@ class ActiveSequence:
     @property
     def finish(self) -> Finish | None:
         """Return how the completion ended; None while it goes on."""
-        if self.tokens and self.tokens[-1] in self.sampling.stop_token_ids:
+        if self.stopped or (self.tokens and self.tokens[-1] in self.sampling.stop_token_ids):
             return "stop"
         return "length" if len(self.tokens) >= self.sampling.max_new_tokens else None
 
@@ -99,10 +104,19 @@ class RowScheduler:
 
     version: weight version, noted with every new token.
     ended: called with each row when its completion ends, from `add`, `step` or `abort`.
+    text: gives the text of tokens; called for rows with stop strings only.
     """
 
-    def __init__(self, decoder: Decoder, concurrency: int, version: int, ended: Callable[[ActiveSequence], object]):
+    def __init__(
+        self,
+        decoder: Decoder,
+        concurrency: int,
+        version: int,
+        ended: Callable[[ActiveSequence], object],
+        text: Decode,
+    ):
         self.decoder, self._concurrency, self._version, self._ended = decoder, concurrency, version, ended
+        self._text = text
         self._waiting: deque[ActiveSequence] = deque()
         self._running: Batch | None = None
 
@@ -154,6 +168,8 @@ class RowScheduler:
                 rows[k].tokens.append(token)
                 rows[k].logprobs.append(logprob)
                 rows[k].versions.append(self._version)
+                if stops := rows[k].sampling.stop:
+                    rows[k].stopped = ends_in(rows[k].tokens, stops, self._text)
         for row in rows:
             if row.finish is not None:
                 self._ended(row)
@@ -161,10 +177,10 @@ class RowScheduler:
 
 
 def _by_sampling(rows: Sequence[ActiveSequence]) -> list[list[int]]:
-    """Return the indices of rows whose tokens can be chosen in one call: those with one temperature and one top_p."""
-    alike: dict[tuple[float, float], list[int]] = {}
+    """Return the indices of rows whose tokens can be chosen in one call: of one temperature, top_p and top_k."""
+    alike: dict[tuple[float, float, int], list[int]] = {}
     for k, row in enumerate(rows):
-        alike.setdefault((row.sampling.temperature, row.sampling.top_p), []).append(k)
+        alike.setdefault((row.sampling.temperature, row.sampling.top_p, row.sampling.top_k), []).append(k)
     return list(alike.values())
 
 

@@ -18,6 +18,7 @@ from isoloss.engine.rl.backends.local.base import LocalBackend
 from isoloss.engine.rl.backends.local.continuous_batching import ActiveSequence, Decoder
 from isoloss.engine.rl.backends.protocol import Bucket, Receives
 from isoloss.engine.rl.trajectory import Sampling
+from isoloss.engine.run.folder import tokenizer_folder
 from isoloss.engine.step.engine import Engine
 from isoloss.models.mcore import patches
 from isoloss.models.mcore.gpt import forward_row
@@ -157,7 +158,7 @@ class MegatronBackend(LocalBackend):
     receives: Receives = "every rank"
 
     def __init__(self, engine: Engine, concurrency: int):
-        super().__init__(engine.arch, concurrency)
+        super().__init__(engine.arch, concurrency, tokenizer_folder(engine.config))
         self._engine, world = engine, dist.group.WORLD
         assert world is not None, "an engine is of a world"
         self._together = engine.mesh.stage if engine.mesh.layout.ep == 1 else world

@@ -61,9 +61,10 @@ def choose(logits_BV: Tensor, keys_B: Sequence[int], sampling: Sampling) -> tupl
     2014, arXiv 1411.0030), in fp64. Every token has a number of its own, so logits that differ a little pick another
     token about as rarely as their distributions differ; an inverse cumulative distribution would move the borders of
     all tokens behind the one that changed. With top_p over the nucleus (arXiv:1904.09751): the fewest tokens whose
-    probabilities reach top_p, of equal ones the earlier in the vocabulary. Temperature 0 picks the largest logit.
+    probabilities reach top_p; with top_k among that many of the most probable ones. Of equal ones the earlier in the
+    vocabulary. Temperature 0 picks the largest logit.
     """
-    if logits_BV.is_cpu and sampling.temperature > 0 and sampling.top_p >= 1:
+    if logits_BV.is_cpu and sampling.temperature > 0 and not _cuts(sampling):
         return _choose_by_bounds(logits_BV, keys_B, sampling.temperature)
     return choose_directly(logits_BV, keys_B, sampling)
 
@@ -76,7 +77,7 @@ def choose_directly(logits_BV: Tensor, keys_B: Sequence[int], sampling: Sampling
     if sampling.temperature == 0:
         tokens_B1 = logits_BV.argmax(1, keepdim=True)
     else:
-        race_BV = weights_BV if sampling.top_p >= 1 else _nucleus(weights_BV / total_B1, sampling.top_p)
+        race_BV = _most_probable(weights_BV / total_B1, sampling) if _cuts(sampling) else weights_BV
         tokens_B1 = (race_BV / exponentials(keys_B, logits_BV.shape[1], logits_BV.device)).argmax(1, keepdim=True)
     return tokens_B1.squeeze(1), (weights_BV.gather(1, tokens_B1) / total_B1).log().squeeze(1)
 
@@ -153,8 +154,18 @@ class _Bounds:
         return bounds, torch.from_numpy(weights.sum(1, dtype=np.float64))
 
 
-def _nucleus(probabilities_BV: Tensor, top_p: float) -> Tensor:
-    """The probabilities of the nucleus, 0 elsewhere."""
+def _cuts(sampling: Sampling) -> bool:
+    """Return whether some tokens of the vocabulary may never be drawn."""
+    return sampling.top_p < 1 or sampling.top_k > 0
+
+
+def _most_probable(probabilities_BV: Tensor, sampling: Sampling) -> Tensor:
+    """Return the probabilities of the tokens that top_k and top_p leave, 0 elsewhere."""
     descending_BV, order_BV = torch.sort(probabilities_BV, dim=-1, descending=True, stable=True)
-    before_BV = descending_BV.cumsum(-1) - descending_BV
-    return torch.zeros_like(probabilities_BV).scatter(1, order_BV, descending_BV * (before_BV < top_p))
+    kept_BV = torch.zeros_like(probabilities_BV)
+    if sampling.top_p < 1:
+        before_BV = descending_BV.cumsum(-1) - descending_BV
+        descending_BV = descending_BV * (before_BV < sampling.top_p)
+    if sampling.top_k > 0:
+        descending_BV, order_BV = descending_BV[:, : sampling.top_k], order_BV[:, : sampling.top_k]
+    return kept_BV.scatter(1, order_BV, descending_BV)

@@ -32,13 +32,21 @@ class TransformersBackend(LocalBackend):
 
     concurrency: rows that decode together on this rank.
     dtype: type of the weights of the copy.
+    tokenizer: folder of the tokenizer, for stop strings; None: `folder`.
     Collective over the world.
     """
 
     receives: Receives = "every rank"
 
-    def __init__(self, folder: str | Path, dtype: torch.dtype, device: torch.device, concurrency: int):
-        super().__init__(read_architecture(folder), concurrency)
+    def __init__(
+        self,
+        folder: str | Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        concurrency: int,
+        tokenizer: str | Path | None = None,
+    ):
+        super().__init__(read_architecture(folder), concurrency, hf_folder(tokenizer or folder))
         self.model = build(hf_folder(folder), self.arch, dtype, device)
         self._slots = slots(self.model, self.arch)
 

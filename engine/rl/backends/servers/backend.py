@@ -84,7 +84,13 @@ class ServerBackend(RolloutBackend):
     # ---- generation -------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, sampling: Sampling) -> Future[Completion]:
-        """See `RolloutBackend`."""
+        """See `RolloutBackend`. Raises UserError for stop strings, which a completion that goes on after an abort or on
+        another server could miss."""
+        if sampling.stop:
+            raise UserError(
+                f"{request.id}: stop={list(sampling.stop)} is not for servers: give stop_token_ids, or set "
+                "rollout.backend=megatron or rollout.backend=transformers"
+            )
         return self._dispatcher.submit(request, sampling)
 
     def serve(self, goal: Future | None) -> None:

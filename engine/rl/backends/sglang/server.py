@@ -179,6 +179,7 @@ def sampling_params(request: Request, sampling: Sampling, budget: int) -> dict[s
         "max_new_tokens": budget,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": not sampling.stop_token_ids,
         "skip_special_tokens": False,
