@@ -120,7 +120,8 @@ class Front:
             self.order.add(entry.lane, entry.seq, entry)
         else:
             version = self.version_of(entry.lane)
-            if version in self.loaded or self.journal.row("versions", version=version)["folder"]:
+            row = self.journal.row("versions", version=version)
+            if version in self.loaded or (row is not None and row["folder"]):
                 self.order.add_sample(version, entry)
             else:
                 self.waiting.setdefault(version, []).append(entry)

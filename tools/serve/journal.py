@@ -156,5 +156,5 @@ def _all(where: Mapping[str, Any]) -> str:
 def _entry(row: sqlite3.Row) -> Entry:
     answer = None if row["answer"] is None else (zlib.decompress(row["answer"]), row["media"])
     body = b"" if row["body"] is None else zlib.decompress(row["body"])
-    names = ("number", "id", "owner", "lane", "seq", "kind")
-    return Entry(*(row[name] for name in names), body, answer, row["attempts"])
+    of_row = {name: row[name] for name in ("number", "id", "owner", "lane", "seq", "kind", "attempts")}
+    return Entry(**of_row, body=body, answer=answer)

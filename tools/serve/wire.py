@@ -182,7 +182,7 @@ def _int32(tokens: np.ndarray) -> bytes:
 
 
 def _config(message: Any) -> dict[str, float | str]:
-    """Return the options of the loss: of the newer map, which clients fill beside the older one."""
+    """Return the options of the loss: of the newer map, which clients fill as well as the older one."""
     options: dict[str, float | str] = {}
     for name, value in sorted(message.loss_fn_config_v2.items()):
         kind = value.WhichOneof("value")

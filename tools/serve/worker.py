@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from isoloss.engine.instruments import startup, watchdog
 from isoloss.parallel import UserError
 from isoloss.recipes import launch
-from isoloss.tools.serve.commands import Failed
+from isoloss.tools.serve.commands import Command, Failed
 from isoloss.tools.serve.config import ServeConfig
 
 if TYPE_CHECKING:
@@ -64,11 +64,11 @@ def facts_of(engine: "Engine") -> dict[str, object]:
     return {
         "max_positions": engine.arch.max_positions,
         "vocab_size": engine.arch.vocab_size,
-        "stop_token_ids": stop_tokens(folder, load_tokenizer(folder, engine.arch.vocab_size)),
+        "stop_token_ids": stop_tokens(folder, load_tokenizer(str(folder), engine.arch.vocab_size)),
     }
 
 
-def _next(connection: Connection | None) -> object:
+def _next(connection: Connection | None) -> Command | None:
     assert connection is not None, "the first rank holds the connection"
     try:
         return connection.recv()
