@@ -50,7 +50,7 @@ def test_every_job_runs_once_and_results_come_last(start, tmp_path):
     assert "status 0  make test-all" in result
 
 
-@pytest.mark.parametrize(("job", "others"), [("types", 12), ("test-all", 12), ("environments", 0)])
+@pytest.mark.parametrize(("job", "others"), [("types", 13), ("test-all", 13), ("environments", 0)])
 def test_a_failure_is_named_last_and_stops_no_other_job(start, tmp_path, job, others):
     run = start(FAIL=job)
     out, _ = run.communicate(timeout=60)
