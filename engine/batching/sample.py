@@ -100,7 +100,7 @@ def outline(sample: Sample) -> Sample:
 def target_shape(samples: Sequence[Sample]) -> tuple[int, ...]:
     """Return the shape of the targets of a position in all samples of a step. samples: outlines are enough.
 
-    Raises UserError where samples, or a field of theirs, have other numbers of targets a position than the first.
+    Raises UserError where samples, or one of their fields, differ in the number of targets a position.
     """
     if not samples:
         return ()

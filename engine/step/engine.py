@@ -528,7 +528,7 @@ class Engine:
     def _of_targets(self, head: Head, samples: Sequence[Sample], shape: tuple[int, ...] | None = ()) -> list[Tensor]:
         """Return the output of `head` for every labelled position, sample by sample.
 
-        shape: of one position; None: that of its targets.
+        shape: shape of the output of one position; None: that of its targets.
         """
         batch = self._prepare(samples, TARGETS)
         with torch.no_grad():
