@@ -12,7 +12,10 @@ from support.models.families import VOCAB, write_folder
 from support.models.transformers_parity import make_samples
 from support.runs.optimizer_steps import fp64_model
 
+from isoloss.models.families.registry import read_architecture
 from isoloss.models.lora.config import LoraConfig
+from isoloss.models.lora.factors import adapted_weights
+from isoloss.models.lora.peft_source import targets_of
 from isoloss.parallel import UserError
 
 SAMPLES = make_samples((30, 41, 17, 29, 2, 33), VOCAB)
@@ -87,6 +90,15 @@ def test_all_logits_have_the_adapter(model, one_rank):
         found = logits.log_softmax(1).gather(1, sample.tokens_T[:, None]).squeeze(1)[sample.mask_T]
         torch.testing.assert_close(found, logprobs[sample.mask_T], rtol=1e-12, atol=1e-12)
         assert not len(found) or not torch.allclose(found, without[sample.mask_T])
+
+
+@pytest.mark.parametrize(
+    "targets", [("all", "lm_head"), ("all",), ("lm_head",), ("q_proj", "k_proj", "v_proj", "lm_head")]
+)
+def test_what_is_adapted_has_its_name(targets, model):
+    arch = read_architecture(model[0] / "model")
+    found = targets_of(arch, adapted_weights(arch, targets))
+    assert found is not None and sorted(found) == sorted(targets)
 
 
 def test_merged_weights(model, one_rank):

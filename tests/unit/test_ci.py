@@ -45,7 +45,7 @@ def test_every_job_runs_once_and_results_come_last(start, tmp_path):
     out, _ = run.communicate(timeout=60)
     jobs = [job.split()[0] for job in (tmp_path / "jobs").read_text().splitlines()]
     assert run.returncode == 0 and out.splitlines()[-1] == "all passed"
-    assert jobs[0] == "environments" and len(set(jobs)) == len(jobs) == 13
+    assert jobs[0] == "environments" and len(set(jobs)) == len(jobs) == 14
     (result,) = [line for line in out.splitlines() if line.endswith("12 passed, 1 skipped in 3.40s (0:00:03)")][1:]
     assert "status 0  make test-all" in result
 
