@@ -178,6 +178,7 @@ def test_a_snapshot_is_sampled_and_a_saved_one_loaded(tmp_path):
             response = messages.new("SampleResponse")
             response.ParseFromString(await server.result((status, future)))
             assert [np.frombuffer(each.tokens, np.int32).tolist() for each in response.sequences] == [[5], [5]]
+            assert [each.stop_reason for each in response.sequences] == [0, 0]  # STOP_REASON_STOP
         return model, sampler, path
 
     server = Server(tmp_path / "s")
