@@ -174,9 +174,9 @@ class Model:
 
         Collectives over TP: a gather of the slice if it is sequence-parallel, and that of `most_probable`.
         """
-        weight_VD = self.modules[-1].output_weight()
-        row = self._labelled(hidden, labelled_N), weight_VD, num, self.arch.vocab_size, self.mesh.tp
-        return most_probable(*row, self.arch.logit_softcap)
+        hidden_ND, weight_VD = self._labelled(hidden, labelled_N), self.modules[-1].output_weight()
+        row = hidden_ND, weight_VD, num, self.arch.vocab_size, self.mesh.tp
+        return most_probable(*row, self.arch.logit_softcap, self._low_rank(hidden_ND))
 
     def _labelled(self, hidden: Tensor, labelled_N: Tensor) -> Tensor:
         if self.mesh.layout.sequence_parallel:

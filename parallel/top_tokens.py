@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoloss.parallel.loss_head import softcapped, unrounded_logits
+from isoloss.parallel.loss_head import LowRank, softcapped, unrounded_logits
 
 CHUNK_ELEMENTS = 1 << 24  # of the logits that are in memory at a time
 
@@ -20,6 +20,7 @@ def most_probable(
     vocab_size: int,
     tp_group: dist.ProcessGroup,
     softcap: float | None = None,
+    low_rank: LowRank | None = None,
     *,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
@@ -27,17 +28,19 @@ def most_probable(
     under softmax(logits / temperature), [N, K] fp64; the most probable first, of equal ones the earlier in the
     vocabulary. Without gradients.
 
-    hidden_ND, weight_VD, vocab_size: inputs of `vocab_parallel_logprobs`.
+    hidden_ND, weight_VD, vocab_size, low_rank: inputs of `vocab_parallel_logprobs`.
     Collectives: one all-gather of [N, 2C + 1] fp64 over tp_group.
     """
     first = tp_group.rank() * weight_VD.shape[0]
     columns = min(max(vocab_size - first, 0), weight_VD.shape[0])
     rows, proposed = max(1, CHUNK_ELEMENTS // weight_VD.shape[0]), min(num, weight_VD.shape[0])
     part = hidden_ND.new_full((len(hidden_ND), 2 * proposed + 1), -torch.inf, dtype=torch.float64)
-    for hidden_MD, part_M in zip(hidden_ND.split(rows), part.split(rows)):
-        if columns == 0:
-            break  # only padding is here
-        logits_MV = softcapped(unrounded_logits(hidden_MD, weight_VD), softcap)[:, :columns] / temperature
+    for start in range(0, len(hidden_ND) if columns else 0, rows):  # not where only padding is
+        chunk = slice(start, start + rows)
+        part_M, logits_MV = part[chunk], unrounded_logits(hidden_ND[chunk], weight_VD)
+        if low_rank is not None:
+            LowRank(low_rank.down_Nr[chunk], low_rank.up_Vr).add_to(logits_MV)
+        logits_MV = softcapped(logits_MV, softcap)[:, :columns] / temperature
         ids_MC = _largest(logits_MV, min(proposed, columns))
         part_M[:, 0] = logits_MV.logsumexp(1)
         part_M[:, 1 : 1 + ids_MC.shape[1]] = logits_MV.gather(1, ids_MC)

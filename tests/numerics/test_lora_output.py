@@ -12,6 +12,7 @@ from support.models.families import VOCAB, write_folder
 from support.models.transformers_parity import make_samples
 from support.runs.optimizer_steps import fp64_model
 
+from isoloss.engine.batching.sample import Sample
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.lora.config import LoraConfig
 from isoloss.models.lora.factors import adapted_weights
@@ -90,6 +91,13 @@ def test_all_logits_have_the_adapter(model, one_rank):
         found = logits.log_softmax(1).gather(1, sample.tokens_T[:, None]).squeeze(1)[sample.mask_T]
         torch.testing.assert_close(found, logprobs[sample.mask_T], rtol=1e-12, atol=1e-12)
         assert not len(found) or not torch.allclose(found, without[sample.mask_T])
+        every = sample.mask_T.clone().fill_(True)
+        every[0] = False
+        logits = engine.logits([Sample(sample.tokens_T, every)])[0][1:].log_softmax(1)
+        (prompt,) = engine.prompt_logprobs([sample.tokens_T.tolist()], top_k=3)
+        wanted = logits.topk(3)
+        assert torch.equal(prompt.top_ids_TK[1:], wanted.indices)
+        torch.testing.assert_close(prompt.top_logprobs_TK[1:], wanted.values, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
