@@ -93,6 +93,13 @@ class Layout(Degrees):
         return self.tp * self.pp * self.ulysses * self.ring
 
     @property
+    def fewest_ranks(self) -> int:
+        """Count the ranks of the smallest world that admits the degrees, whatever dp is."""
+        shared = self.ep * self.etp  # by the ranks of a pipeline stage
+        replicas = next(n for n in range(1, shared + 1) if self.tp * self.context * n % shared == 0)
+        return self.replica_size * replicas
+
+    @property
     def world_size(self) -> int:
         return self.replica_size * self.dp
 

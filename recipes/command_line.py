@@ -131,9 +131,7 @@ def refuse_missing_ranks(recipe: str, config: Config, words: Sequence[str]) -> N
     words: the command line.
     """
     layout = config.parallel.layout()
-    shared = layout.ep * layout.etp  # by the ranks of a pipeline stage
-    replicas = next(n for n in range(1, shared + 1) if layout.tp * layout.context * n % shared == 0)
-    ranks = layout.replica_size * replicas
+    ranks = layout.fewest_ranks
     if ranks > 1 and environment.rank_and_world()[1] == 1:
         raise UserError(
             f"the layout {layout} needs {ranks} ranks, or a multiple, and this is one process without others: start "
