@@ -117,6 +117,17 @@ def test_a_large_bf16_matrix_is_converted_in_parts(one_rank, monkeypatch):
     torch.testing.assert_close(unrounded_logits(hidden, weight), hidden.float() @ weight.float().T)
 
 
+def check_head(hidden, weight, targets, grads, wanted, group, options):
+    """Compare values and gradients of the head with those of `dense_reference`."""
+    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    logprobs, entropy = vocab_parallel_logprobs(h, w, targets, len(weight), group, options)
+    assert logprobs.shape == targets.shape
+    ((grads[0] * logprobs).sum() + (0 if entropy is None else (grads[1] * entropy).sum())).backward()
+    for got, reference in zip((logprobs, entropy, h.grad, w.grad), wanted):
+        if got is not None:
+            torch.testing.assert_close(got.detach(), reference, rtol=1e-12, atol=1e-12)
+
+
 @FUSED
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -128,19 +139,8 @@ def test_chunks_change_rounding_only(one_rank, with_entropy, temperature, softca
     targets, grads = torch.randint(31, (13,)), torch.randn(2, 13, dtype=torch.float64)
     wanted = dense_reference(hidden, weight, targets, (grads[0], grads[1] * with_entropy), temperature, softcap)
     for chunk in (1, 2, 5, 13, 1000):
-        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        options = {
-            "temperature": temperature,
-            "softcap": softcap,
-            "with_entropy": with_entropy,
-            "chunk_elements": 31 * chunk,
-            "fused": fused,
-        }
-        logprobs, entropy = vocab_parallel_logprobs(h, w, targets, 31, one_rank, LossHeadOptions(**options))
-        ((grads[0] * logprobs).sum() + (0 if entropy is None else (grads[1] * entropy).sum())).backward()
-        for got, reference in zip((logprobs, entropy, h.grad, w.grad), wanted):
-            if got is not None:
-                torch.testing.assert_close(got.detach(), reference, rtol=1e-12, atol=1e-12)
+        options = LossHeadOptions(temperature, softcap, with_entropy, fused, 31 * chunk)
+        check_head(hidden, weight, targets, grads, wanted, one_rank, options)
 
 
 @FUSED
@@ -155,14 +155,8 @@ def test_several_targets_of_a_position(one_rank, with_entropy, softcap, fused):
         grads = grads[:, 1:], grads[:, 0] * with_entropy
         wanted = dense_reference(hidden, weight, targets, grads, 0.7, softcap)
         for chunk in (5, 1000):
-            h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
             options = LossHeadOptions(0.7, softcap, with_entropy, fused, 31 * chunk)
-            logprobs, entropy = vocab_parallel_logprobs(h, w, targets, 31, one_rank, options)
-            assert logprobs.shape == targets.shape
-            ((grads[0] * logprobs).sum() + (0 if entropy is None else (grads[1] * entropy).sum())).backward()
-            for got, reference in zip((logprobs, entropy, h.grad, w.grad), wanted):
-                if got is not None:
-                    torch.testing.assert_close(got.detach(), reference, rtol=1e-12, atol=1e-12)
+            check_head(hidden, weight, targets, grads, wanted, one_rank, options)
 
 
 @FUSED
