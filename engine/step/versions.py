@@ -49,6 +49,16 @@ class WeightVersions:
         self._find(version)
         del self._taken[version]
 
+    def restore(self, engine: Engine, version: int) -> None:
+        """Give the engine the weights of a version from now on; optimizer and gradients stay.
+
+        Raises UserError as `using`.
+        """
+        _refuse_borrowed(engine)
+        taken = self._find(version, engine)
+        engine.whole_model()
+        _fill(engine, taken.tensors)
+
     @contextmanager
     def using(self, engine: Engine, version: int) -> Iterator[None]:
         """Let the engine compute with a version: its log-probabilities, its evaluation, and a `MegatronBackend` of it.
@@ -64,12 +74,7 @@ class WeightVersions:
         _refuse_borrowed(engine)
         adapter, taken = engine.trained.adapter, None
         if version != BASE:
-            taken = self._find(version)
-            if (taken.owner, taken.record) != (_owner(engine), _record(engine)):
-                raise UserError(
-                    f"version {version} is of another model, or of an adapter with other lora.* keys: use the engine "
-                    "that it was taken of"
-                )
+            taken = self._find(version, engine)
         elif adapter is None:
             raise UserError("lora.rank=0: there is no model without its adapter; take() a version before training")
         engine.whole_model()
@@ -84,11 +89,18 @@ class WeightVersions:
             _fill(engine, trained)
             engine.trained.borrowed = False
 
-    def _find(self, version: int) -> _Taken:
+    def _find(self, version: int, engine: Engine | None = None) -> _Taken:
+        """Return a version. Raises UserError where there is none, or one of another model or other keys of lora."""
         if version not in self._taken:
             kept = ", ".join(map(str, self._taken)) or "none"
             raise UserError(f"there is no version {version}: it was dropped or never taken (there are: {kept})")
-        return self._taken[version]
+        taken = self._taken[version]
+        if engine is not None and (taken.owner, taken.record) != (_owner(engine), _record(engine)):
+            raise UserError(
+                f"version {version} is of another model, or of an adapter with other lora.* keys: use the engine "
+                "that it was taken of"
+            )
+        return taken
 
 
 def _owner(engine: Engine) -> FrozenModel | Engine:

@@ -51,7 +51,7 @@ class Server:
         words = ("preset=tiny", f"serve.api_keys={folder}/keys", f"output_dir={folder}", *words)
         self.config, *_ = launch.compose_config("serve", ServeConfig, words)
         self.ranks = Ranks()
-        self.front = Front(self.config, folder, self.ranks)  # pyright: ignore[reportArgumentType]
+        self.front = Front(self.config, self.ranks)  # pyright: ignore[reportArgumentType]
         self.front.recover()
         self.app = Starlette(routes=self.front.routes())
 

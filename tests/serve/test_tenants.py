@@ -78,6 +78,8 @@ def test_a_version_stays_what_it_was_and_another_client_changes_nothing(engine):
     assert np.isnan(first.prompt_logprobs[0])
     top_ids, top_logprobs = first.top
     assert top_ids.shape == top_logprobs.shape == (3, 2)
+    assert top_ids[0].tolist() == [0, 0]
+    assert top_logprobs[0].tolist() == [-99999.0] * 2  # as the SDK reads none
     assert (top_logprobs[1:, 0] >= first.prompt_logprobs[1:]).all()
 
 

@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from isoloss.parallel import UserError
 from isoloss.parallel.runtime.console import say
@@ -41,9 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, *_ = launch.compose_config("serve", ServeConfig, words)
         command_line.refuse_missing_start(config.model.path)
         check_port(config)
-        folder = Path(config.output_dir or "runs/serve")
-        folder.mkdir(parents=True, exist_ok=True)
-        keys.read(config.serve.api_keys, folder)
+        config.folder.mkdir(parents=True, exist_ok=True)
+        keys.read(config.serve.api_keys, config.folder)
     except (UserError, OSError) as mistake:
         return tools_command_line.tell_mistake(mistake)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -70,7 +68,7 @@ def supervise(config: ServeConfig, words: Sequence[str]) -> int:
 
 def run(config: ServeConfig, words: Sequence[str]) -> int:
     """Start front and ranks, and return the exit status of the one that ends first, once both have ended."""
-    ranks = config.serve.ranks or _product(config)
+    ranks = config.serve.ranks or config.parallel.layout().fewest_ranks
     with tempfile.TemporaryDirectory(prefix="isoloss-serve-") as folder:
         address = os.path.join(folder, "ranks")
         environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
@@ -102,11 +100,6 @@ def check_port(config: ServeConfig) -> None:
             raise UserError(
                 f"serve.host={serve.host} serve.port={serve.port}: {error.strerror}; choose another port"
             ) from None
-
-
-def _product(config: ServeConfig) -> int:
-    parallel = config.parallel
-    return parallel.tp * parallel.pp * parallel.ulysses * parallel.ring
 
 
 if __name__ == "__main__":

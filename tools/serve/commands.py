@@ -10,6 +10,8 @@ import numpy as np
 
 from isoloss.tools.serve.wire import Datum
 
+BASE = "base"  # the version without an adapter
+
 
 @dataclass(frozen=True)
 class Command:
@@ -129,7 +131,7 @@ class Sample(Command):
 @dataclass(frozen=True)
 class Sampled:
     """The completions of a request: tokens, log-probabilities and "stop" or "length"; log-probabilities of the prompt,
-    [T], NaN for the first token; ids and log-probabilities of the likeliest tokens there, [T, top]."""
+    [T], NaN for the first token; ids and log-probabilities of the likeliest tokens there, as in `wire.TopK`."""
 
     completions: Sequence[tuple[np.ndarray, np.ndarray, str]]
     prompt_logprobs: np.ndarray | None = None

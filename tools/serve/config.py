@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from isoloss.engine.config.parse import defaults
@@ -56,9 +57,6 @@ class ServeKeys(Keys, group="serve"):
     max_tokens: int = key(1 << 20, "Tokens of a sample.", at_least=1)
     chunk_bytes: int = key(5_000_000, "Bytes of such a part.", at_least=1)
     concurrency: int = key(256, "Completions that are decoded together.", at_least=1)
-    session_timeout: float = key(
-        86_400.0, "Seconds without a sign of life after which a client's training runs leave memory.", above=0
-    )
 
 
 @dataclass(frozen=True)
@@ -80,6 +78,11 @@ class ServeConfig(Config):
         """Return the configuration of the engine whose frozen model all clients share."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(Config)}
         return Config(**{**values, "lora": LoraConfig(rank=1)})
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of keys, journal and checkpoints."""
+        return Path(self.output_dir or "runs/serve")
 
     @property
     def name(self) -> str:

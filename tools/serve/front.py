@@ -26,7 +26,8 @@ from isoloss.parallel.runtime.console import say
 from isoloss.parallel.runtime.errors import UserError
 from isoloss.recipes import launch
 from isoloss.tools.serve import commands, keys, wire
-from isoloss.tools.serve.arrays import Limits, decompressed
+from isoloss.tools.serve.arrays import Limits
+from isoloss.tools.serve.commands import BASE
 from isoloss.tools.serve.config import ServeConfig
 from isoloss.tools.serve.journal import Entry, Journal
 from isoloss.tools.serve.link import Link
@@ -35,7 +36,6 @@ from isoloss.tools.serve.order import Order
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 POLL_SECONDS = 30.0  # for which a client that asks for a result waits; it gives up after 45
 TRIES = 2  # times that the ranks may end with a request before it is refused
-BASE = "base"
 ADAM = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
 ADAM_DEFAULTS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 Handler = Callable[[Request, str], Awaitable[Response]]
@@ -52,10 +52,10 @@ class Refused(Exception):
 class Front:
     """The server's state outside the ranks: all of it is in the journal, but for what waits."""
 
-    def __init__(self, config: ServeConfig, folder: Path, link: Link):
-        self.config, self.folder, self.link = config, folder, link
-        self.keys = keys.read(config.serve.api_keys, folder)
-        self.journal = Journal(folder / "journal.sqlite")
+    def __init__(self, config: ServeConfig, link: Link):
+        self.config, self.folder, self.link = config, config.folder, link
+        self.keys = keys.read(config.serve.api_keys, self.folder)
+        self.journal = Journal(self.folder / "journal.sqlite")
         self.order: Order[Entry] = Order(config.serve.concurrency)
         self.model: dict[str, Any] = {}
         self.loaded = {BASE}  # versions that the ranks have
@@ -104,7 +104,7 @@ class Front:
 
     # ---- queue ------------------------------------------------------------------------------------------------------
 
-    def submit(self, owner: str, lane: str, seq: int, kind: str, body: bytes) -> str:
+    def submit(self, owner: str, lane: str, seq: int, kind: str, body: bytes, encoding: str | None = None) -> str:
         """Store a request and queue it, unless it was sent before. Return the id of its future."""
         id = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{lane}/{seq}"))
         known = self.journal.request(id)
@@ -112,7 +112,7 @@ class Front:
             return known.id
         if len(self.order) >= self.config.serve.max_queued:
             raise Refused(429, f"{len(self.order)} requests wait already (serve.max_queued): send it again later")
-        self.queue(self.journal.accept(id, owner, lane, seq, kind, body))
+        self.queue(self.journal.accept(id, owner, lane, seq, kind, body, encoding))
         return id
 
     def queue(self, entry: Entry) -> None:
@@ -149,8 +149,7 @@ class Front:
 
     async def train(self, entry: Entry) -> None:
         """Carry out a request of a training client."""
-        if entry.answer is None and self.journal.begin(entry.id) > TRIES:
-            self.fail(entry, "the server's ranks ended while they computed this, twice: it is refused", "server")
+        if entry.answer is None and self.gave_up(entry):
             return
         try:
             command = self.command_of(entry)
@@ -168,11 +167,19 @@ class Front:
             if self.steps[entry.lane] >= self.config.serve.save_every:
                 await self.save_state(entry)
 
+    def gave_up(self, entry: Entry) -> bool:
+        """Note that the ranks begin with a request. Return True, with the request refused, if they ended with it
+        before."""
+        if self.journal.begin(entry.id) <= TRIES:
+            return False
+        self.fail(entry, "the server's ranks ended while they computed this, twice: it is refused", "server")
+        return True
+
     def command_of(self, entry: Entry) -> Sequence[commands.Command]:
         """Return the commands of a request. Raises UserError where it asks for what does not exist."""
         lane = entry.lane
         if entry.kind == "forward_backward":
-            asked = wire.read_forward_backward(entry.body, None, self.limits)
+            asked = wire.read_forward_backward(entry.body, entry.encoding, self.limits)
             self.check_data(asked.data)
             return [commands.ForwardBackward(lane, asked.data, asked.loss_fn, asked.config, asked.forward_only)]
         body = json.loads(entry.body)
@@ -181,7 +188,7 @@ class Front:
         if entry.kind == "optim_step":
             return [commands.OptimStep(lane, **adam_of(body))]
         if entry.kind == "save_weights":
-            return [commands.SaveWeights(lane, self.checkpoint_folder(f"tinker://{lane}/weights/{body['path']}"))]
+            return [commands.SaveWeights(lane, self.checkpoint_folder(checkpoint_path(entry, body)))]
         if entry.kind == "load_weights":
             row = self.journal.row("checkpoints", path=body["path"])
             if row is None or row["owner"] != entry.owner:
@@ -190,8 +197,7 @@ class Front:
             return [load] if entry.seq else [self.create_command(lane), load]
         if entry.kind == "save_weights_for_sampler":
             if body.get("path"):
-                path = f"tinker://{lane}/sampler_weights/{body['path']}"
-                return [commands.SaveWeights(lane, self.checkpoint_folder(path))]
+                return [commands.SaveWeights(lane, self.checkpoint_folder(checkpoint_path(entry, body)))]
             return [commands.Snapshot(lane, sampler_of(body))]
         raise UserError(f"{entry.kind} is unknown")
 
@@ -210,13 +216,10 @@ class Front:
         elif kind == "load_weights":
             self.finish_json(entry, type="load_weights", path=body["path"], model_id=lane)
         elif kind == "save_weights":
-            path = f"tinker://{lane}/weights/{body['path']}"
-            self.note_checkpoint(entry, path, "training", body)
+            path, _ = self.note_checkpoint(entry, "training", body)
             self.finish_json(entry, type="save_weights", path=path)
         elif body.get("path"):
-            path = f"tinker://{lane}/sampler_weights/{body['path']}"
-            self.note_checkpoint(entry, path, "sampler", body)
-            folder = self.checkpoint_folder(path)
+            path, folder = self.note_checkpoint(entry, "sampler", body)
             self.journal.insert("versions", version=path, model=lane, seq=entry.seq, folder=folder)
             self.finish_json(entry, type="save_weights_for_sampler", path=path)
         else:
@@ -252,8 +255,7 @@ class Front:
             self.loaded.add(version)
         asked: list[tuple[Entry, commands.SampleRequest]] = []
         for entry in entries:
-            if self.journal.begin(entry.id) > TRIES:
-                self.fail(entry, "the server's ranks ended while they computed this, twice: it is refused", "server")
+            if self.gave_up(entry):
                 continue
             try:
                 asked.append((entry, self.sample_request(entry)))
@@ -348,15 +350,18 @@ class Front:
     def checkpoint_folder(self, path: str) -> str:
         return str(self.folder / "checkpoints" / sha256(path.encode()).hexdigest()[:32])
 
-    def note_checkpoint(self, entry: Entry, path: str, kind: str, body: Mapping[str, Any]) -> None:
-        folder = Path(self.checkpoint_folder(path))
-        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    def note_checkpoint(self, entry: Entry, kind: str, body: Mapping[str, Any]) -> tuple[str, str]:
+        """Note a checkpoint that was written. Return its path for clients, and its folder."""
+        path = checkpoint_path(entry, body)
+        folder = self.checkpoint_folder(path)
+        size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
         now, ttl = time.time(), body.get("ttl_seconds")
         expires = now + ttl if ttl else None
         self.journal.insert(
             "checkpoints", path=path, owner=entry.owner, model=entry.lane, kind=kind, name=body["path"],
-            folder=str(folder), made=now, expires=expires, size=size,
+            folder=folder, made=now, expires=expires, size=size,
         )  # fmt: skip
+        return path, folder
 
     # ---- HTTP: sessions ---------------------------------------------------------------------------------------------
 
@@ -409,15 +414,16 @@ class Front:
         return JSONResponse({"supported_models": [model]})
 
     def session_of(self, body: Mapping[str, Any], owner: str) -> str:
-        row = self.journal.row("sessions", id=body.get("session_id"))
-        if row is None or row["owner"] != owner:
-            raise Refused(404, f"session_id={body.get('session_id')!r} does not exist")
-        return row["id"]
+        return self.owned("sessions", "id", "session_id", body.get("session_id"), owner)["id"]
 
     def model_of(self, model: Any, owner: str) -> dict[str, Any]:
-        row = self.journal.row("models", id=model)
-        if row is None or row["owner"] != owner or row["dropped"]:
-            raise Refused(404, f"model_id={model!r} does not exist")
+        return self.owned("models", "id", "model_id", model, owner)
+
+    def owned(self, table: str, column: str, name: str, value: Any, owner: str) -> dict[str, Any]:
+        """Return the row of a thing that a request names. Raises Refused where this owner has none."""
+        row = self.journal.row(table, **{column: value})
+        if row is None or row["owner"] != owner or row.get("dropped"):
+            raise Refused(404, f"{name}={value!r} does not exist")
         return row
 
     # ---- HTTP: training ---------------------------------------------------------------------------------------------
@@ -467,13 +473,12 @@ class Front:
         )
 
     async def forward_backward(self, request: Request, owner: str) -> Response:
-        raw = await body_of(request, self.config)
-        asked = wire.read_forward_backward(raw, request.headers.get("content-encoding"), self.limits)
+        raw, encoding = await body_of(request, self.config), request.headers.get("content-encoding")
+        asked = wire.read_forward_backward(raw, encoding, self.limits)
         self.model_of(asked.model_id, owner)
-        plain = decompressed(raw, request.headers.get("content-encoding"), self.limits)
         if asked.seq_id is None:
             raise Refused(400, "seq_id is missing: the requests of a training client are numbered from 1")
-        return self.future(asked.model_id, asked.seq_id, owner, "forward_backward", plain)
+        return self.future(asked.model_id, asked.seq_id, owner, "forward_backward", raw, encoding)
 
     def of_model(self, kind: str) -> Handler:
         """Return the handler of a request in JSON that a training client numbers."""
@@ -491,9 +496,7 @@ class Front:
     async def load_weights(self, request: Request, owner: str) -> Response:
         raw = await body_of(request, self.config)
         body = parsed(raw)
-        row = self.journal.row("checkpoints", path=body.get("path"))
-        if row is None or row["owner"] != owner:
-            raise Refused(404, f"path={body.get('path')!r} does not exist")
+        row = self.owned("checkpoints", "path", "path", body.get("path"), owner)
         if body.get("model_id"):
             model, seq = self.model_of(body["model_id"], owner)["id"], number(body, "seq_id", None)
         else:
@@ -504,8 +507,8 @@ class Front:
             self.new_model(model, session, owner, lora, {"user_metadata": facts["user_metadata"]})
         return self.future(model, seq, owner, "load_weights", raw)
 
-    def future(self, lane: str, seq: int, owner: str, kind: str, raw: bytes) -> Response:
-        return JSONResponse({"request_id": self.submit(owner, lane, seq, kind, raw), "model_id": lane})
+    def future(self, lane: str, seq: int, owner: str, kind: str, raw: bytes, encoding: str | None = None) -> Response:
+        return JSONResponse({"request_id": self.submit(owner, lane, seq, kind, raw, encoding), "model_id": lane})
 
     # ---- HTTP: sampling ---------------------------------------------------------------------------------------------
 
@@ -514,9 +517,7 @@ class Front:
         session = self.session_of(body, owner)
         path, version = body.get("model_path"), BASE
         if path:
-            row = self.journal.row("checkpoints", path=path)
-            if row is None or row["owner"] != owner:
-                raise Refused(404, f"model_path={path!r} does not exist")
+            row = self.owned("checkpoints", "path", "model_path", path, owner)
             version = path
             self.journal.insert("versions", version=path, model=row["model"], seq=0, folder=row["folder"])
         elif body.get("base_model") != self.config.name:
@@ -533,10 +534,7 @@ class Front:
         return JSONResponse({"sampler_id": row["id"], "base_model": self.config.name, "model_path": path})
 
     def sampler_row(self, id: Any, owner: str) -> dict[str, Any]:
-        row = self.journal.row("samplers", id=id)
-        if row is None or row["owner"] != owner:
-            raise Refused(404, f"sampling_session_id={id!r} does not exist")
-        return row
+        return self.owned("samplers", "id", "sampling_session_id", id, owner)
 
     async def asample(self, request: Request, owner: str) -> Response:
         raw = await body_of(request, self.config)
@@ -664,6 +662,12 @@ def check_name(kind: str, body: Mapping[str, Any]) -> None:
         raise UserError(f"path={name!r} must be a name without /, of at most 200 characters")
 
 
+def checkpoint_path(entry: Entry, body: Mapping[str, Any]) -> str:
+    """Return the path by which clients name the checkpoint that a request writes."""
+    kind = "weights" if entry.kind == "save_weights" else "sampler_weights"
+    return f"tinker://{entry.lane}/{kind}/{body['path']}"
+
+
 def sampler_of(body: Mapping[str, Any]) -> str:
     """Return the id of the sampling session that a snapshot makes."""
     session = str(body["model_id"]).split(":")[0]
@@ -703,8 +707,7 @@ def targets_of(lora: Mapping[str, Any]) -> list[str]:
 
 
 async def serve(config: ServeConfig, address: str) -> None:
-    folder = Path(config.output_dir or "runs/serve")
-    front = Front(config, folder, Link(address))
+    front = Front(config, Link(address))
     front.recover()
     dispatching = asyncio.create_task(front.dispatch())
     app = Starlette(routes=front.routes())

@@ -10,7 +10,6 @@ again (SQLite's WAL with synchronous=NORMAL).
 import json
 import sqlite3
 import time
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ create table if not exists models (
 );
 create table if not exists requests (
     number integer primary key, id text unique, owner text, lane text, seq integer, kind text, body blob,
-    answer blob, media text, attempts integer default 0, made real, unique (lane, seq)
+    encoding text, answer blob, media text, attempts integer default 0, made real, unique (lane, seq)
 );
 create table if not exists samplers (
     id text primary key, owner text, session text, model text, version text, made real
@@ -43,7 +42,8 @@ class Entry:
 
     number: place in the order of arrival.
     lane: training client or sampling session, whose requests are numbered by seq.
-    body: the request as it came. answer: bytes of the answer and their media type; None until it is done.
+    body: the request as it came, and its Content-Encoding; empty once a saved state has what it did.
+    answer: bytes of the answer and their media type; None until it is done.
     attempts: number of times that the ranks began with it and did not end.
     """
 
@@ -54,6 +54,7 @@ class Entry:
     seq: int
     kind: str
     body: bytes
+    encoding: str | None
     answer: tuple[bytes, str] | None
     attempts: int
 
@@ -73,12 +74,14 @@ class Journal:
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
-    def accept(self, id: str, owner: str, lane: str, seq: int, kind: str, body: bytes) -> Entry:
+    def accept(
+        self, id: str, owner: str, lane: str, seq: int, kind: str, body: bytes, encoding: str | None = None
+    ) -> Entry:
         """Store a request, and return it; an earlier one of the same lane and number stays and is returned."""
         self._base.execute(
-            "insert into requests (id, owner, lane, seq, kind, body, made) values (?, ?, ?, ?, ?, ?, ?) "
+            "insert into requests (id, owner, lane, seq, kind, body, encoding, made) values (?, ?, ?, ?, ?, ?, ?, ?) "
             "on conflict do nothing",
-            (id, owner, lane, seq, kind, zlib.compress(body, 1), time.time()),
+            (id, owner, lane, seq, kind, body, encoding, time.time()),
         )
         row = self._base.execute("select * from requests where lane = ? and seq = ?", (lane, seq)).fetchone()
         return _entry(row)
@@ -95,7 +98,7 @@ class Journal:
     def finish(self, id: str, answer: bytes, media: str) -> None:
         self._base.execute(
             "update requests set answer = ?, media = ?, attempts = 0 where id = ?",
-            (zlib.compress(answer, 1), media, id),
+            (answer, media, id),
         )
 
     def unsaved(self) -> Iterator[Entry]:
@@ -131,9 +134,6 @@ class Journal:
         names = ", ".join(f"{name} = ?" for name in values)
         self._base.execute(f"update {table} set {names} where {_all(where)}", [*values.values(), *where.values()])
 
-    def delete(self, table: str, **where: Any) -> None:
-        self._base.execute(f"delete from {table} where {_all(where)}", [*where.values()])
-
     def rows(self, table: str, **where: Any) -> list[dict[str, Any]]:
         condition = f" where {_all(where)}" if where else ""
         return [
@@ -154,7 +154,6 @@ def _all(where: Mapping[str, Any]) -> str:
 
 
 def _entry(row: sqlite3.Row) -> Entry:
-    answer = None if row["answer"] is None else (zlib.decompress(row["answer"]), row["media"])
-    body = b"" if row["body"] is None else zlib.decompress(row["body"])
-    of_row = {name: row[name] for name in ("number", "id", "owner", "lane", "seq", "kind", "attempts")}
-    return Entry(**of_row, body=body, answer=answer)
+    answer = None if row["answer"] is None else (row["answer"], row["media"])
+    of_row = {name: row[name] for name in ("number", "id", "owner", "lane", "seq", "kind", "encoding", "attempts")}
+    return Entry(**of_row, body=row["body"] or b"", answer=answer)

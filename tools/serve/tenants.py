@@ -14,13 +14,13 @@ from isoloss.engine.rl.backends.local.megatron_backend import MegatronBackend
 from isoloss.engine.rl.backends.protocol import all_done
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.versions import WeightVersions
 from isoloss.models.lora.config import LoraConfig
 from isoloss.parallel import UserError
 from isoloss.tools.serve import commands
+from isoloss.tools.serve.commands import BASE
 from isoloss.tools.serve.losses import kind_of, loss_of
-from isoloss.tools.serve.wire import Datum
-
-BASE = "base"  # the version without an adapter
+from isoloss.tools.serve.wire import NO_LOGPROB, Datum
 
 
 class Tenants:
@@ -32,8 +32,9 @@ class Tenants:
     def __init__(self, engine: Engine, concurrency: int):
         self._base, self._concurrency = engine, concurrency
         self._models: dict[str, Engine] = {}
-        # The shape of a version's adapter, and a copy of its factors.
-        self._versions: dict[str, tuple[LoraConfig, list[Tensor]]] = {}
+        # The keys of a version's adapter, and its number among the copies.
+        self._versions: dict[str, tuple[LoraConfig, int]] = {}
+        self._copies = WeightVersions()
         self._samplers: dict[LoraConfig, Sampler] = {}
 
     def run(self, command: commands.Command) -> object:
@@ -95,18 +96,15 @@ class Tenants:
 
     def snapshot(self, model_id: str, version: str) -> None:
         engine = self._models[model_id]
-        engine.return_to_device()
-        copies = [tensor.detach().to("cpu", copy=True) for tensor in engine.trained.tensors()]
         lora = engine.config.lora
-        self._versions[version] = (LoraConfig(rank=lora.rank, targets=lora.targets), copies)
+        self._versions[version] = LoraConfig(rank=lora.rank, targets=lora.targets), self._copies.take(engine)
 
     def load_version(self, version: str, folder: str, rank: int, targets: tuple[str, ...]) -> None:
         lora = LoraConfig(rank=rank, targets=targets)
         sampler = self._sampler_of(lora)
         sampler.engine.load(folder)
         sampler.version = version
-        copies = [tensor.detach().to("cpu", copy=True) for tensor in sampler.engine.trained.tensors()]
-        self._versions[version] = (lora, copies)
+        self._versions[version] = lora, self._copies.take(sampler.engine)
 
     def sample(self, version: str, requests: Sequence[commands.SampleRequest]) -> list[commands.Sampled]:
         """Return the completions of requests, in their order, on rank 0; outlines on others."""
@@ -128,7 +126,7 @@ class Tenants:
             backend.serve(all_done(futures))
             completions = iter([future.result() for future in futures])
         scored = [request for request in requests if request.prompt_logprobs or request.top]
-        prompts = iter(sampler.prompts(scored))
+        prompts = iter(sampler.prompts(scored) if scored else ())
         sampled = []
         for request in requests:
             done = [next(completions, None) for _ in request.ids] if request.max_tokens else []
@@ -141,13 +139,10 @@ class Tenants:
         if version == BASE:
             sampler = self._sampler_of(self._base.config.lora)
         else:
-            lora, factors = self._versions[version]
+            lora, number = self._versions[version]
             sampler = self._sampler_of(lora)
             if sampler.version != version:
-                sampler.engine.return_to_device()
-                with torch.no_grad():
-                    for here, there in zip(sampler.engine.trained.tensors(), factors, strict=True):
-                        here.copy_(there)
+                self._copies.restore(sampler.engine, number)
         sampler.version = version
         sampler.backend.update_weights((), 0)
         return sampler
@@ -170,22 +165,13 @@ class Sampler:
         self, requests: Sequence[commands.SampleRequest]
     ) -> list[tuple[np.ndarray, tuple[np.ndarray, np.ndarray] | None]]:
         """Return log-probabilities of the tokens of prompts, [T], and of the likeliest ones, [T, top]."""
-        if not requests:
-            return []
-        samples = []
-        for request in requests:
-            tokens_T = torch.tensor(request.prompt)
-            samples.append(Sample(tokens_T, torch.arange(len(tokens_T)) > 0))
+        most = max((request.top for request in requests), default=0)
         found = []
-        for logprobs_T in self.engine.logprobs(samples):
-            numbers = logprobs_T.float().cpu().numpy()
-            numbers[0] = np.nan
-            found.append((numbers, None))
-        for k, (request, sample) in enumerate(zip(requests, samples)):
-            if request.top:
-                logp_TV = self.engine.logits([sample])[0].log_softmax(-1)
-                top = logp_TV.topk(request.top, -1)
-                found[k] = (found[k][0], (top.indices.int().cpu().numpy(), top.values.float().cpu().numpy()))
+        for request, read in zip(requests, self.engine.prompt_logprobs([each.prompt for each in requests], most)):
+            ids_TK = read.top_ids_TK[:, : request.top].clamp(min=0)
+            top = ids_TK, read.top_logprobs_TK[:, : request.top].nan_to_num(NO_LOGPROB)
+            arrays = [values.cpu().numpy() for values in (read.logprobs_T, *top)]
+            found.append((arrays[0], (arrays[1], arrays[2]) if request.top else None))
         return found
 
 

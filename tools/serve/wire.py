@@ -21,6 +21,7 @@ from isoloss.tools.serve.arrays import BadRequest, Limits, Room, decompressed, n
 # Last parts of a metric's key, by which the client combines the metrics of a call that it cut into several.
 REDUCTIONS = ("mean", "sum", "min", "max", "slack", "hash2", "unique")
 TARGETS = "target_tokens"
+NO_LOGPROB = -99999.0  # of a token among the likeliest where there is none
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +63,7 @@ class TopK:
     """The k likeliest tokens at each of N positions, likeliest first.
 
     tokens: integers [N, k].
-    logprobs: [N, k]. An entry that does not exist has token 0 and log-probability -99999.
+    logprobs: [N, k]. An entry that does not exist has token 0 and log-probability NO_LOGPROB.
     """
 
     tokens: np.ndarray
