@@ -15,6 +15,7 @@ from isoloss.recipes import launch
 from isoloss.tools.serve import commands, messages
 from isoloss.tools.serve.config import ServeConfig
 from isoloss.tools.serve.front import housekeeping, keys
+from isoloss.tools.serve.front.__main__ import main
 from isoloss.tools.serve.front.app import app_of
 from isoloss.tools.serve.front.dispatch import Dispatcher
 from isoloss.tools.serve.front.state import State
@@ -302,6 +303,11 @@ def test_a_request_with_which_the_ranks_end_twice_is_refused(tmp_path):
         server.state.journal.begin(future["request_id"])
     assert "twice: it is refused" in run(server, wait)["error"]
     assert [type(each) for each in server.ranks.commands].count(commands.OptimStep) == 1
+
+
+def test_a_mistake_of_the_user_is_not_started_again(capsys):
+    assert main(["socket", "preset=tiny", "serve.max_lora_rank=0"]) == 2
+    assert "serve.max_lora_rank=0" in capsys.readouterr().err
 
 
 def test_keys_are_made_private_and_read_back(tmp_path):
