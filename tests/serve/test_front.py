@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyrage
 
 from isoloss.recipes import launch
 from isoloss.tools.serve import commands, messages
@@ -47,7 +48,7 @@ class Ranks:
             length = len(command.prompt)
             top = np.zeros((length, command.top))
             return commands.Scores(-np.arange(length, dtype=np.float32), top.astype(np.int64), top)
-        if isinstance(command, commands.SaveWeights | commands.SaveVersion):
+        if isinstance(command, commands.SaveWeights | commands.SaveVersion | commands.ExportAdapter):
             Path(command.folder).mkdir(parents=True)
             (Path(command.folder) / "weights").write_text("12345")
         return None
@@ -84,9 +85,11 @@ class Server:
         scope = {
             "type": "http",
             "method": method,
-            "path": path if path == "/" else f"/api/v1/{path}",
+            "path": path if path.startswith("/") else f"/api/v1/{path}",
             "headers": [(name.encode(), value.encode()) for name, value in named.items()],
             "query_string": query.encode(),
+            "server": ("server", 80),
+            "scheme": "http",
         }
         await self.app({**scope, "raw_path": b"", "root_path": "", "http_version": "1.1"}, receive, send)
         text = b"".join(message.get("body", b"") for message in sent)
@@ -535,3 +538,36 @@ def test_a_curve_goes_from_the_first_value_to_the_last():
     assert page.curve([3.0, 1.0, 2.0]) == "2.0,2.0 80.0,34.0 158.0,18.0"
     assert page.curve([1.0, 1.0]) == "2.0,34.0 158.0,34.0"
     assert len(page.curve([*range(1000)]).split()) < 200
+
+
+def test_an_adapter_is_downloaded_from_signed_addresses_for_its_recipient_alone(tmp_path):
+    identity = pyrage.x25519.Identity.generate()
+
+    async def talk(server: Server):
+        model = await server.client(rank=4)
+        get = lambda path, key=KEYS[0]: server.post(path, b"", key, "GET")
+        files = {}
+        for seq, recipients in ((1, None), (2, [str(identity.to_public())])):
+            name = f"out{seq}"
+            await server.saved(model, seq, name, "save_weights_external", age_encryption_recipients=recipients)
+            where = f"training_runs/{model}/checkpoints/external_weights/{name}/external_weights_urls"
+            assert (await get(where, KEYS[1]))[0] == 404
+            _, found = await get(where)
+            for file, url in found["urls"].items():
+                assert url.startswith("http://server/")
+                status, files[file] = await server.post(url.removeprefix("http://server"), b"", "", "GET")
+                assert status == 200
+                parts = url.removeprefix("http://server").split("/")
+                for wrong in ([*parts[:3], str(int(parts[3]) + 1)], [*parts[:4], "0" * 64]):
+                    forged = "/".join([*wrong, *parts[len(wrong) :]])
+                    assert (await server.post(forged, b"", "", "GET"))[0] == 403
+        bad = {"model_id": model, "seq_id": 3, "path": "x", "age_encryption_recipients": ["age1wrong"]}
+        refused = await server.result(await server.post("save_weights_external", bad))
+        load = {"model_id": model, "seq_id": 4, "path": f"tinker://{model}/external_weights/out1", "optimizer": False}
+        return files, refused["error"], (await server.result(await server.post("load_weights", load)))["error"]
+
+    files, refused, loaded = run(Server(tmp_path / "s"), talk)
+    assert files.keys() == {"weights", "weights.age"}
+    assert files["weights"] == b"12345" == pyrage.decrypt(files["weights.age"], [identity])
+    assert refused.startswith("age_encryption_recipients: ")
+    assert "is an export" in loaded

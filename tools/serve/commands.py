@@ -71,6 +71,13 @@ class SaveWeights(Command):
 
 
 @dataclass(frozen=True)
+class ExportAdapter(Command):
+    """Writes the adapter as PEFT's folder."""
+
+    folder: str
+
+
+@dataclass(frozen=True)
 class LoadWeights(Command):
     """Loads a checkpoint; without `optimizer` the moments begin anew."""
 

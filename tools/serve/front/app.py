@@ -6,7 +6,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from isoloss.tools.serve.config import ServeConfig
-from isoloss.tools.serve.front import checkpoints, housekeeping, page, sampling, sessions, training
+from isoloss.tools.serve.front import checkpoints, external, housekeeping, page, sampling, sessions, training
 from isoloss.tools.serve.front.dispatch import Dispatcher
 from isoloss.tools.serve.front.http import route
 from isoloss.tools.serve.front.link import Link
@@ -14,7 +14,7 @@ from isoloss.tools.serve.front.state import State
 
 HANDLERS = {
     "POST": {**sessions.POST, **training.POST, **sampling.POST, **checkpoints.POST},
-    "GET": {**sessions.GET, **sampling.GET, **checkpoints.GET},
+    "GET": {**sessions.GET, **sampling.GET, **checkpoints.GET, **external.GET},
     "PUT": checkpoints.PUT,
     "DELETE": checkpoints.DELETE,
 }
@@ -27,7 +27,7 @@ def app_of(state: State, dispatcher: Dispatcher) -> Starlette:
         for method, handlers in HANDLERS.items()
         for path, handler in handlers.items()
     ]
-    return Starlette(routes=[page.route_of(state, dispatcher), *routes])
+    return Starlette(routes=[page.route_of(state, dispatcher), external.route_of(state), *routes])
 
 
 async def serve(config: ServeConfig, address: str) -> None:

@@ -13,12 +13,15 @@ from isoloss.parallel.runtime.console import say
 from isoloss.parallel.runtime.errors import UserError
 from isoloss.tools.serve import commands, wire
 from isoloss.tools.serve.commands import BASE, Failed
-from isoloss.tools.serve.front import requests
+from isoloss.tools.serve.front import external, requests
 from isoloss.tools.serve.front.journal import Entry
 from isoloss.tools.serve.front.state import State
 
 PROTOBUF = "application/x-protobuf"
 TRIES = 2  # times that the ranks may end with a request before it is refused
+# What stands between the run and the name in a checkpoint's path.
+KINDS = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}
+Saving = requests.SaveWeights | requests.SaveForSampler | requests.SaveExternal
 DROPPED = "the session of this request has ended: make a new client"
 
 
@@ -147,11 +150,20 @@ class Dispatcher:
         path = await self._checkpoint(entry, "training", requests.read(requests.SaveWeights, body))
         self.state.finish_json(entry, type="save_weights", path=path)
 
+    async def _save_weights_external(self, entry: Entry, body: bytes) -> None:
+        asked = requests.read(requests.SaveExternal, body)
+        path = await self._checkpoint(entry, "external", asked)
+        row = self.journal.row("checkpoints", path=path)
+        size = row["size"] if row else None
+        self.state.finish_json(entry, type="save_weights_external", path=path, size_bytes=size)
+
     async def _load_weights(self, entry: Entry, body: bytes) -> None:
         asked = requests.read(requests.LoadWeights, body)
         row = self.journal.row("checkpoints", path=asked.path)
         if row is None or row["owner"] != entry.owner:
             raise UserError(f"path={asked.path!r} does not exist")
+        if row["kind"] == "external":
+            raise UserError(f"path={asked.path!r} is an export; load a checkpoint of save_state")
         if entry.seq == 0:
             await self._call(self._create(entry.lane))
         await self._call(commands.LoadWeights(entry.lane, row["folder"], asked.optimizer))
@@ -177,12 +189,12 @@ class Dispatcher:
         await self._make_room()
         self.state.finish_json(entry, type="save_weights_for_sampler", sampling_session_id=sampler)
 
-    async def _checkpoint(self, entry: Entry, kind: str, asked: requests.SaveWeights | requests.SaveForSampler) -> str:
+    async def _checkpoint(self, entry: Entry, kind: str, asked: Saving) -> str:
         """Write a checkpoint under a name; return its path for clients. Raises UserError where one has the name.
 
         A request that is repeated after a restart finds its own checkpoint, and leaves it.
         """
-        path = f"tinker://{entry.lane}/{'weights' if kind == 'training' else 'sampler_weights'}/{asked.path}"
+        path = f"tinker://{entry.lane}/{KINDS[kind]}/{asked.path}"
         before = self.journal.row("checkpoints", path=path)
         if entry.done or (before is not None and before["request"] == entry.id):
             return path
@@ -190,7 +202,11 @@ class Dispatcher:
             raise UserError(f"path={asked.path!r}: {path} exists already: give another name, or overwrite=True")
         folder = self.state.folder_of("checkpoints", f"{path} {entry.id}")
         shutil.rmtree(folder, ignore_errors=True)  # of a process that died meanwhile
-        await self._call(commands.SaveWeights(entry.lane, str(folder)))
+        if isinstance(asked, requests.SaveExternal):
+            await self._call(commands.ExportAdapter(entry.lane, str(folder)))
+            external.encrypt(folder, asked.age_encryption_recipients or ())
+        else:
+            await self._call(commands.SaveWeights(entry.lane, str(folder)))
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
         now, ttl = time.time(), asked.ttl_seconds
         self.journal.delete("checkpoints", path=path)

@@ -15,10 +15,8 @@ PREFIX = "tml-"  # without it the SDK refuses a key before it sends anything
 def read(file: str | None, folder: Path) -> tuple[str, ...]:
     """Return the keys of a file, or the key of `folder`, which is made if it is not there. Raises UserError."""
     path = folder / "api_key" if file is None else Path(file)
-    if file is None and not path.exists():
-        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as out:
-            out.write(f"{PREFIX}{secrets.token_hex(24)}\n")
+    if file is None:
+        _make(path, PREFIX)
     keys = tuple(line.strip() for line in path.read_text().splitlines() if line.strip())
     for number, line in enumerate(keys, 1):
         if not line.startswith(PREFIX) or not line.isascii() or len(line) < len(PREFIX) + 4:
@@ -28,6 +26,20 @@ def read(file: str | None, folder: Path) -> tuple[str, ...]:
     if not keys:
         raise UserError(f"{path} has no key: write one in each line, which begins with {PREFIX}")
     return keys
+
+
+def _make(path: Path, prefix: str) -> None:
+    """Write a secret that only this user can read, unless the file is there."""
+    if not path.exists():
+        descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as out:
+            out.write(f"{prefix}{secrets.token_hex(24)}\n")
+
+
+def signature(folder: Path, text: str) -> str:
+    """Return what only the server of a folder can write under a text: HMAC with SHA-256 in hexadecimal digits."""
+    _make(folder / "url_secret", "")
+    return hmac.new((folder / "url_secret").read_bytes(), text.encode(), hashlib.sha256).hexdigest()
 
 
 def owner_of(given: str, keys: Sequence[str]) -> str | None:

@@ -105,6 +105,14 @@ class SaveForSampler(OfModel):
         return True
 
 
+class SaveExternal(OfModel):
+    path: Name
+    ttl_seconds: Annotated[int, Field(ge=1)] | None = None
+    age_encryption_recipients: list[str] | None = None
+    overwrite: Literal[False] = False
+    user_metadata: None = None
+
+
 class LoadWeights(Body):
     """Asks for weights in a training client (model_id, seq_id), or in a new one (session_id, model_seq_id)."""
 

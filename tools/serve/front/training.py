@@ -117,5 +117,6 @@ POST: Handlers = {
     "optim_step": _numbered("optim_step"),
     "save_weights": _numbered("save_weights"),
     "save_weights_for_sampler": _numbered("save_weights_for_sampler"),
+    "save_weights_external": _numbered("save_weights_external"),
     "load_weights": load_weights,
 }

@@ -43,6 +43,8 @@ class Tenants:
                 return self.optim_step(command)
             case commands.SaveWeights():
                 self._models[command.model_id].save(command.folder)
+            case commands.ExportAdapter():
+                self._models[command.model_id].export_adapter(command.folder)
             case commands.LoadWeights():
                 self.load(command.model_id, command.folder, command.optimizer)
             case commands.DropModel():
