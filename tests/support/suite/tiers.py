@@ -150,7 +150,7 @@ class Schedule:
                 raise pytest.UsageError(f"tests/support/suite/rows.py names tests in vain: {'; '.join(in_vain)}")
             if missing := not_run(items, named):
                 raise pytest.UsageError(f"mutants name tests that make test-all does not run: {'; '.join(missing)}")
-        others = set(other_shares(items, config.getoption("share")))
+        others = set(other_shares(items, config.option.share))
         if others:
             config.hook.pytest_deselected(items=[*others])
             items[:] = [item for item in items if item not in others]

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import pyrage
+from pyrage import RecipientError, encrypt_file, x25519  # pyright: ignore[reportAttributeAccessIssue]
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
@@ -22,12 +22,12 @@ SUFFIX = ".age"
 def encrypt(folder: Path, recipients: Sequence[str]) -> None:
     """Encrypt the files of a folder for recipients of age, NAME to NAME.age; none: leave them. Raises UserError."""
     try:
-        public = [pyrage.x25519.Recipient.from_str(each) for each in recipients]
-    except pyrage.RecipientError as error:
+        public = [x25519.Recipient.from_str(each) for each in recipients]
+    except RecipientError as error:
         raise UserError(f"age_encryption_recipients: {error}") from None
     for file in [*folder.rglob("*")] if public else ():
         if file.is_file():
-            pyrage.encrypt_file(str(file), f"{file}{SUFFIX}", public)
+            encrypt_file(str(file), f"{file}{SUFFIX}", public)
             file.unlink()
 
 

@@ -52,7 +52,9 @@ def serve(address: str, config: ServeConfig) -> None:
             if isinstance(command, commands.Sample):
                 tenants.sampler(command.version).sample(inbox, batch[0])
             elif isinstance(command, commands.Score):
-                outcomes = tenants.sampler(command.version).scores([each for _, each in batch])
+                outcomes = tenants.sampler(command.version).scores(
+                    [each for _, each in batch if isinstance(each, commands.Score)]
+                )
             else:
                 outcomes = [tenants.run(command)]
         except UserError as error:

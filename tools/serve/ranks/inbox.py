@@ -63,17 +63,19 @@ class Inbox:
         with self._changed:
             self._version, self._begin, self._goal = command.version, begin, Future()
             goal = self._goal
-            waiting = deque([first, *self._waiting])
+            waiting: deque[Numbered | None] = deque([first, *self._waiting])
             while waiting and (head := waiting[0]) is not None and self._may_join(head[1]):
-                self._join(*waiting.popleft())
+                self._join(*head)
+                waiting.popleft()
             self._waiting = waiting
             self._end_if_done()
             return goal
 
     def _may_join(self, command: Command) -> bool:
         # Requests with one id, of clients that give the same seed, draw the same random numbers: one after the other.
-        is_of_it = isinstance(command, Sample) and command.version == self._version
-        return is_of_it and self._ids.isdisjoint(command.request.ids)
+        if not isinstance(command, Sample) or command.version != self._version:
+            return False
+        return self._ids.isdisjoint(command.request.ids)
 
     def _join(self, number: int, command: Command) -> None:
         assert isinstance(command, Sample) and self._begin is not None
