@@ -66,13 +66,17 @@ class Connection:
     def post(self, path: str, body: Mapping[str, Any] | bytes, **headers: str) -> dict[str, Any]:
         """Send a request, as often as the disturbance wants it, and return its last answer."""
         with self._drawing:
-            lost, doubled = (self._random.random() < share for share in (self.disturbance.lost, self.disturbance.doubled))
+            lost, doubled = (
+                self._random.random() < share for share in (self.disturbance.lost, self.disturbance.doubled)
+            )
         if doubled:
-            answers = [*self._threads_of_two(lambda: self._send(path, body, headers))]
+            answers = self._twice(lambda: self._send(path, body, headers))
         else:
             answers = [self._send(path, body, headers)[1] for _ in range(2 if lost else 1)]
         if any(answer != answers[0] for answer in answers):
-            raise SessionError(f"{path}: a request that was sent twice got two answers, {answers[0]!r} and {answers[1]!r}")
+            raise SessionError(
+                f"{path}: a request that was sent twice got two answers, {answers[0]!r} and {answers[1]!r}"
+            )
         return json.loads(answers[-1])
 
     def post_all(self, calls: Sequence[Sequence[tuple[str, Mapping[str, Any] | bytes]]]) -> list[list[str]]:
@@ -99,16 +103,10 @@ class Connection:
                 raise SessionError(failed["error"])
             return answer
 
-    def _threads_of_two(self, send: Callable[[], tuple[int, bytes]]) -> list[bytes]:
-        answers: list[bytes] = []
-        threads = [threading.Thread(target=lambda: answers.append(send()[1])) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if len(answers) < 2:
-            raise SessionError("a request that was sent twice was not answered twice")
-        return answers
+    def _twice(self, send: Callable[[], tuple[int, bytes]]) -> list[bytes]:
+        """Send a request twice at the same time. Not on the connection's threads, which may all wait for this."""
+        with ThreadPoolExecutor(2) as threads:
+            return [future.result()[1] for future in [threads.submit(send) for _ in range(2)]]
 
     def _send(self, path: str, body: Mapping[str, Any] | bytes, headers: Mapping[str, str]) -> tuple[int, bytes]:
         """Send a request until it is answered. Return the status, 200 or 408, and the body."""

@@ -48,7 +48,9 @@ class Player:
         self._record: Record = {}
 
     def play(self, client: Client) -> Record:
-        begun = self._connection.post("create_session", {"sdk_version": "0.38.0"}, **{"X-Idempotency-Key": str(uuid.uuid4())})
+        begun = self._connection.post(
+            "create_session", {"sdk_version": "0.38.0"}, **{"X-Idempotency-Key": str(uuid.uuid4())}
+        )
         self._session = begun["session_id"]
         asked = {"session_id": self._session, "model_seq_id": 0, "base_model": self._name, "lora_config": client.shape}
         self._models = 1
@@ -179,8 +181,7 @@ def compare(found: Record, expected: Record) -> Difference:
                 continue
             differ = int((got != wanted).sum())
             unequal, first = unequal + differ, first or (label if differ else "")
-            error = np.abs(got.astype(np.float64) - wanted)
-            error[np.isnan(error)] = np.inf
+            error = np.nan_to_num(np.abs(got.astype(np.float64) - wanted), nan=np.inf)
             if name in ("lengths", "tokens", "applied"):
                 tokens += differ
             elif name in ("logprobs", "prompt"):

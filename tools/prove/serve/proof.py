@@ -28,7 +28,7 @@ LAYOUTS = "tp2,pp2,dp2,ulysses2,ring2,ep2"
 # Relative error of losses and norms. Rounding grows from step to step, in fp32 to a share of the steps themselves.
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-3}
 CLIENTS = 2  # whose numbers are compared; others disturb them
-KILLS_OF_A_SESSION = 5
+KILLS, KILLS_OF_A_SESSION = 3, 5
 # Of the model with experts for layouts with ep or etp, where no model is given: otherwise that of the demonstration.
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -70,7 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
         apart = [] if own else [each for each in layouts if each.ep * each.etp > 1]
         dense = [each for each in layouts if each not in apart]
         models = [("", dense, ())] if dense or not apart else []
-        models += [(", with experts", apart, (f"model.path={with_experts(Path(folder))}", *FROM_SCRATCH))] if apart else []
+        models += (
+            [(", with experts", apart, (f"model.path={with_experts(Path(folder))}", *FROM_SCRATCH))] if apart else []
+        )
         proofs = []
         for k, (of_model, of_layouts, words) in enumerate(models):
             words = (*words, *arguments.overrides, *precise(arguments.precision))
@@ -127,8 +129,8 @@ class Proof:
         self, words: Sequence[str], layouts: Sequence[Layout], arguments: argparse.Namespace, folder: Path, suffix: str
     ):
         self._words, self._layouts, self._folder, self._suffix = words, layouts, folder, suffix
-        self._tolerance, self._seed, self._kills = TOLERANCE[arguments.precision], arguments.seed, arguments.kills
-        self._precision = arguments.precision
+        self._tolerance, self._seed = TOLERANCE[arguments.precision], arguments.seed or 0
+        self._kills = KILLS if arguments.kills is None else arguments.kills
         config, *_ = launch.compose_config("serve", ServeConfig, words)
         arch = read_architecture(config.model.path)
         self._name = config.name
@@ -279,7 +281,7 @@ def report(rows: Sequence[Row], arguments: argparse.Namespace) -> int:
         "proved": passed == len(rows),
         "precision": arguments.precision,
         "tolerance": TOLERANCE[arguments.precision],
-        "seed": arguments.seed,
+        "seed": arguments.seed or 0,
         "keys": arguments.overrides,
         "versions": {name: version(name) for name in ("isoloss", "torch", "megatron-core")},
         "rows": [dataclasses.asdict(row) for row in rows],

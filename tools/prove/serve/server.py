@@ -1,5 +1,6 @@
 """Start `isoloss-serve`, kill parts of it, and start it again."""
 
+import contextlib
 import os
 import random
 import secrets
@@ -74,18 +75,18 @@ class Server:
         """Send SIGKILL to the front, to one rank, or to all processes."""
         try:
             supervisor = psutil.Process(self._helper.pid)
-            processes = [supervisor, *supervisor.children(recursive=True)]
-            lines = [(each, each.cmdline()) for each in processes]
-        except psutil.Error:  # it is down already
+            children = [(each, " ".join(each.cmdline())) for each in supervisor.children()]
+            fronts = [each for each, line in children if f"{SERVER}.front" in line]
+            launchers = [each for each, line in children if "torch.distributed.run" in line]
+            below = [each for launcher in launchers for each in launcher.children()]
+            ranks = [each for each in below if SERVER in " ".join(each.cmdline())]
+            everything = [supervisor, *supervisor.children(recursive=True)]
+        except psutil.Error:  # a part is down already
             return
-        ranks = [each for each, line in lines if f"{SERVER}.worker" in line and "torch.distributed.run" not in line]
-        fronts = [each for each, line in lines if f"{SERVER}.front" in line]
-        chosen = {"front": fronts, "rank": [choice.choice(ranks)] if ranks else [], "all": processes}[victim]
+        chosen = {"front": fronts, "rank": [choice.choice(ranks)] if ranks else [], "all": everything}[victim]
         for process in chosen:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                pass
 
     def _start(self) -> Helper:
         with self.log.open("a") as log:
@@ -100,11 +101,11 @@ class Server:
 class Killer:
     """Kills at points of a session: once so many requests were answered, and up to a second later.
 
-    points: numbers of answers, ascending. The victims come in turn.
+    points: numbers of answers, ascending. victims: parts of the server that are killed, in turn.
     """
 
-    def __init__(self, server: Server, points: Sequence[int], seed: int):
-        self._server, self._points = server, [*points]
+    def __init__(self, server: Server, points: Sequence[int], seed: int, victims: Sequence[str] = VICTIMS):
+        self._server, self._points, self._victims = server, [*points], victims
         self._choice, self._lock, self._answers = random.Random(seed), threading.Lock(), 0
         self._timers: list[threading.Timer] = []
 
@@ -115,7 +116,7 @@ class Killer:
             if not self._points or self._answers < self._points[0]:
                 return
             self._points.pop(0)
-            victim = VICTIMS[len(self._timers) % len(VICTIMS)]
+            victim = self._victims[len(self._timers) % len(self._victims)]
             timer = threading.Timer(self._choice.random(), self._server.kill, (victim, self._choice))
             self._timers.append(timer)
         timer.start()

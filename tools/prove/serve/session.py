@@ -21,10 +21,10 @@ LOSSES: tuple[tuple[str, Mapping[str, float]], ...] = (
 PLAIN = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 # Of each step; a number that a step does not name has its default again.
 ADAM: tuple[Mapping[str, float], ...] = (
-    PLAIN,
+    {**PLAIN, "beta1": 0.8, "beta2": 0.98},
     {**PLAIN, "grad_clip_norm": 0.5},
     {**PLAIN, "weight_decay": 0.1},
-    {**PLAIN, "beta1": 0.8, "beta2": 0.98},
+    PLAIN,
     {**PLAIN, "eps": 1e-3},
     {**PLAIN, "learning_rate": 3e-3, "weight_decay": 0.01, "grad_clip_norm": 2.0},
 )
@@ -117,10 +117,13 @@ class Client:
     requests: Sequence[tuple[str, Request]]
 
 
-def clients(count: int, vocab_size: int, max_positions: int, seed: int = 0) -> list[Client]:
-    """Return the first training clients of the session; each is the same, however many there are."""
+def clients(count: int, vocab_size: int, max_positions: int, seed: int = 0, steps: int = len(LOSSES)) -> list[Client]:
+    """Return the first training clients of the session; each is the same, however many there are.
+
+    steps: number of steps before the snapshot.
+    """
     longest = min(LONGEST, max_positions)
-    return [_client(k, Draw(vocab_size, longest, np.random.default_rng((seed, k)))) for k in range(count)]
+    return [_client(k, Draw(vocab_size, longest, np.random.default_rng((seed, k))), steps) for k in range(count)]
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,7 @@ class Draw:
         ]
 
 
-def _client(number: int, draw: Draw) -> Client:
+def _client(number: int, draw: Draw, steps: int) -> Client:
     prompts = [draw.tokens(6), draw.tokens(9)]
     again = draw.step("again", 1)
 
@@ -176,7 +179,7 @@ def _client(number: int, draw: Draw) -> Client:
             (f"{when} cool completions", Completions(of, prompts[1], 1, 5, seed=4, temperature=0.7)),
         ]
 
-    requests = [each for k in range(len(LOSSES)) for each in draw.step(f"{k}:", k)]
+    requests = [each for k in range(steps) for each in draw.step(f"{k}:", k)]
     requests += [("snapshot", Snapshot("snapshot")), *asks("snapshot", "first")]
     requests += [("save", Save("one")), *again]
     requests += asks("snapshot", "later")
