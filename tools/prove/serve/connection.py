@@ -38,6 +38,9 @@ class Disturbance:
     chunk: int = 1024
 
 
+UNDISTURBED = Disturbance()
+
+
 class Connection:
     """The connection of one training client. Requests in JSON are dictionaries, others bytes, compressed with zstd.
 
@@ -49,7 +52,7 @@ class Connection:
         self,
         url: str,
         key: str,
-        disturbance: Disturbance = Disturbance(),
+        disturbance: Disturbance = UNDISTURBED,
         *,
         seed: int = 0,
         check: Callable[[], None] = lambda: None,

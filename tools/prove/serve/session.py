@@ -18,15 +18,16 @@ LOSSES: tuple[tuple[str, Mapping[str, float]], ...] = (
     ("dro", {"beta": 0.3}),
     ("ppo", {"clip_low_threshold": 0.95, "clip_high_threshold": 1.1}),
 )
-PLAIN = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+# An eps far below the gradients would divide those near 0 by themselves, and magnify their rounding a millionfold.
+PLAIN = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-2}
 # Of each step; a number that a step does not name has its default again.
 ADAM: tuple[Mapping[str, float], ...] = (
     {**PLAIN, "beta1": 0.8, "beta2": 0.98},
     {**PLAIN, "grad_clip_norm": 0.5},
     {**PLAIN, "weight_decay": 0.1},
     PLAIN,
-    {**PLAIN, "eps": 1e-3},
-    {**PLAIN, "learning_rate": 3e-3, "weight_decay": 0.01, "grad_clip_norm": 2.0},
+    {**PLAIN, "eps": 1e-1},
+    {**PLAIN, "learning_rate": 3e-4, "weight_decay": 0.01, "grad_clip_norm": 2.0},
 )
 # Rank and flags of the adapters, which clients have in turn.
 SHAPES: tuple[Mapping[str, int | bool], ...] = (
