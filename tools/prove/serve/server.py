@@ -48,7 +48,8 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self._again = False
         try:
-            os.kill(self._helper.pid, signal.SIGTERM)
+            if self._helper.poll() is None:
+                os.kill(self._helper.pid, signal.SIGTERM)
             self._helper.wait(60)
         finally:
             self._helper.kill()

@@ -187,4 +187,5 @@ def _client(number: int, draw: Draw, steps: int) -> Client:
     requests += [("snapshot with a path", Snapshot("path", saved=True)), *asks("path", "path")]
     requests += [("continue", Continue("one", True, [request for _, request in again]))]
     requests += [("load", Load("one", False)), *draw.step("loaded", 2)]
+    requests.append(("last forward", draw.call("cross_entropy", {}, 2, forward_only=True)))
     return Client(SHAPES[number % len(SHAPES)], [(f"client {number} {label}", each) for label, each in requests])
