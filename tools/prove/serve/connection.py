@@ -1,4 +1,4 @@
-"""HTTP to a server, by a client that does not give up, and what may go wrong on the way."""
+"""Speak HTTP to a server as a client that does not give up, through a network with faults."""
 
 import http.client
 import json
@@ -23,7 +23,7 @@ class SessionError(Exception):
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What happens to requests on their way.
+    """The faults that requests meet on their way.
 
     lost: share of requests whose answer is lost after the work, so that they are sent again.
     doubled: share of requests that arrive twice at the same time.

@@ -34,7 +34,7 @@ from isoloss.tools.serve.config import ServeConfig
 def play_on_engine(words: Sequence[str], clients: Sequence[Client], answered: Record) -> Record:
     """Return the numbers of a session on one rank.
 
-    answered: what a server answered: of completions the tokens are taken from it, and their log-probabilities computed.
+    answered: numbers of a server; tokens of completions are taken from them, and their log-probabilities computed.
     """
     config, *_ = launch.compose_config("serve", ServeConfig, words)
     base, record = Engine(config.of_engine()), Record()
@@ -43,17 +43,17 @@ def play_on_engine(words: Sequence[str], clients: Sequence[Client], answered: Re
         targets = [name for name, flag in (("attention", "train_attn"), ("mlp", "train_mlp")) if shape[flag]]
         lora = LoraConfig(rank=shape["rank"], seed=shape["seed"], targets=tuple(targets))
         with tempfile.TemporaryDirectory(prefix="isoloss-proof-") as folder:
-            Loop(base, lora, Path(folder), answered, record).play(client.requests)
+            Loop(base, base.adapter(lora), Path(folder), answered, record).play(client.requests)
     return record
 
 
 class Loop:
-    """A loop over an engine: a training client of rank and targets `lora`, and those that continue from it."""
+    """A loop over an engine, which is an adapter of `base`: a training client, and those that continue from it."""
 
-    def __init__(self, base: Engine, lora: LoraConfig, folder: Path, answered: Record, record: Record):
-        self._base, self._lora, self._folder, self._answered = base, lora, folder, answered
-        self._record = record
-        self._engine, self._versions, self._taken = base.adapter(lora), WeightVersions(), {}
+    def __init__(self, base: Engine, engine: Engine, folder: Path, answered: Record, record: Record):
+        self._base, self._engine, self._folder, self._answered = base, engine, folder, answered
+        self._record, self._lora = record, engine.config.lora
+        self._versions, self._taken = WeightVersions(), dict[str, int]()
 
     def play(self, requests: Sequence[tuple[str, Request]]) -> None:
         for label, request in requests:
@@ -83,8 +83,8 @@ class Loop:
                 case Load(name, optimizer):
                     self._engine = self._loaded(name, optimizer)
                 case Continue(name, optimizer, others):
-                    other = Loop(self._base, self._lora, self._folder, self._answered, self._record)
-                    other._engine = self._loaded(name, optimizer)
+                    loaded = self._loaded(name, optimizer)
+                    other = Loop(self._base, loaded, self._folder, self._answered, self._record)
                     other.play([(f"{label} {k}", each) for k, each in enumerate(others)])
 
     def _loaded(self, name: str, optimizer: bool) -> Engine:

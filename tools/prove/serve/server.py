@@ -100,7 +100,7 @@ class Server:
 
 
 class Killer:
-    """Kills at points of a session: once so many requests were answered, and up to a second later.
+    """Kills at points of a session: up to a second after a given number of answers.
 
     points: numbers of answers, ascending. victims: parts of the server that are killed, in turn.
     """
