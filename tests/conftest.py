@@ -8,6 +8,10 @@ from support.suite.durations import Durations
 from support.suite.tiers import Schedule
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", default="1/1", help="of the full rows, one of so many shares: 2/3")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # No test fails because the machine is busy.
     hypothesis.settings.register_profile(

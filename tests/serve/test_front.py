@@ -4,16 +4,20 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from starlette.applications import Starlette
 
 from isoloss.recipes import launch
-from isoloss.tools.serve import commands, keys, messages
+from isoloss.tools.serve import commands, messages
 from isoloss.tools.serve.config import ServeConfig
-from isoloss.tools.serve.front import Front
+from isoloss.tools.serve.front import housekeeping, keys
+from isoloss.tools.serve.front.app import app_of
+from isoloss.tools.serve.front.dispatch import Dispatcher
+from isoloss.tools.serve.front.state import State
 
 KEYS = ("tml-first", "tml-second")
 
@@ -23,6 +27,8 @@ class Ranks:
 
     def __init__(self):
         self.commands: list[commands.Command] = []
+        self.slow = asyncio.Event()  # completions wait for it
+        self.slow.set()
 
     async def connect(self) -> dict[str, Any]:
         return {"max_positions": 32, "vocab_size": 100, "stop_token_ids": (2,)}
@@ -34,11 +40,15 @@ class Ranks:
         if isinstance(command, commands.OptimStep):
             return {"grad_norm": 2.0}
         if isinstance(command, commands.Sample):
-            done = (np.array([5]), np.array([-0.5]), "stop")
-            return [commands.Sampled([done for _ in request.ids]) for request in command.requests]
-        if isinstance(command, commands.SaveWeights):
-            for folder in (command.folder, *command.versions.values()):
-                Path(folder).mkdir(parents=True, exist_ok=True)
+            await self.slow.wait()
+            return [(np.array([5]), np.array([-0.5]), "stop") for _ in command.request.ids]
+        if isinstance(command, commands.Score):
+            length = len(command.prompt)
+            top = np.zeros((length, command.top))
+            return commands.Scores(-np.arange(length, dtype=np.float32), top.astype(np.int64), top)
+        if isinstance(command, commands.SaveWeights | commands.SaveVersion):
+            Path(command.folder).mkdir(parents=True)
+            (Path(command.folder) / "weights").write_text("12345")
         return None
 
 
@@ -51,11 +61,13 @@ class Server:
         words = ("preset=tiny", f"serve.api_keys={folder}/keys", f"output_dir={folder}", *words)
         self.config, *_ = launch.compose_config("serve", ServeConfig, words)
         self.ranks = Ranks()
-        self.front = Front(self.config, self.ranks)  # pyright: ignore[reportArgumentType]
-        self.front.recover()
-        self.app = Starlette(routes=self.front.routes())
+        self.state = State(self.config, self.ranks)  # pyright: ignore[reportArgumentType]
+        self.state.recover()
+        self.dispatcher, self.app = Dispatcher(self.state), app_of(self.state)
 
-    async def post(self, path: str, body: Any, key: str = KEYS[0], method: str = "POST") -> tuple[int, Any]:
+    async def post(
+        self, path: str, body: Any, key: str = KEYS[0], method: str = "POST", **headers: str
+    ) -> tuple[int, Any]:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         sent: list[dict] = []
 
@@ -65,8 +77,15 @@ class Server:
         async def send(message):
             sent.append(message)
 
-        headers = [(b"x-api-key", key.encode())]
-        scope = {"type": "http", "method": method, "path": f"/api/v1/{path}", "headers": headers, "query_string": b""}
+        named = {"x-api-key": key, **{name.replace("_", "-"): value for name, value in headers.items()}}
+        path, _, query = path.partition("?")
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": f"/api/v1/{path}",
+            "headers": [(name.encode(), value.encode()) for name, value in named.items()],
+            "query_string": query.encode(),
+        }
         await self.app({**scope, "raw_path": b"", "root_path": "", "http_version": "1.1"}, receive, send)
         text = b"".join(message.get("body", b"") for message in sent)
         is_json = any(b"json" in value for _, value in sent[0].get("headers", ()))
@@ -87,10 +106,20 @@ class Server:
         asked = {"session_id": session, "model_seq_id": 0, "base_model": "Qwen/Qwen3-8B", "lora_config": lora}
         return (await self.result(await self.post("create_model", asked)))["model_id"]
 
+    async def saved(self, model: str, seq: int, name: str, kind: str = "save_weights", **more: Any) -> str:
+        asked = {"model_id": model, "seq_id": seq, "path": name, **more}
+        answer = await self.result(await self.post(kind, asked))
+        assert "path" in answer, answer
+        return answer["path"]
+
+    async def snapshot(self, model: str, seq: int, number: int, **more: Any) -> str:
+        asked = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": number, **more}
+        return (await self.result(await self.post("save_weights_for_sampler", asked)))["sampling_session_id"]
+
 
 def run(server: Server, talk) -> Any:
     async def both():
-        dispatching = asyncio.create_task(server.front.dispatch())
+        dispatching = asyncio.create_task(server.dispatcher.run())
         try:
             return await asyncio.wait_for(talk(server), 60)
         finally:
@@ -113,6 +142,11 @@ def step(model: str, seq: int, **adam: Any) -> dict:
     return {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 0.1, **adam}}
 
 
+def sample(sampler: str, seq: int = 0, **more: Any) -> dict:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [4, 5]}, {"tokens": [6]}]}
+    return {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt, **more}
+
+
 def test_calls_go_to_the_ranks_by_their_numbers_once_each(tmp_path):
     async def talk(server: Server):
         model = await server.client(rank=4, seed=7, train_attn=False)
@@ -131,7 +165,7 @@ def test_calls_go_to_the_ranks_by_their_numbers_once_each(tmp_path):
     server = Server(tmp_path / "s")
     model = run(server, talk)
     create, *passes, adam = server.ranks.commands
-    assert create == commands.CreateModel(model, 4, 7, ("mlp",))
+    assert create == commands.CreateModel(model, 4, 7, ("mlp", "lm_head"))
     assert [type(each) for each in passes] == [commands.ForwardBackward] * 2
     assert adam == commands.OptimStep(model, 0.1, 0.5, 0.95, 1e-12, 0.0, 0.0)
 
@@ -152,7 +186,7 @@ def test_a_start_repeats_what_the_saved_state_lacks_and_answers_what_was_promise
 
     one = Server(tmp_path / "s", "serve.save_every=2")
     model, promised = run(one, first)
-    one.front.journal.close()
+    one.state.journal.close()
     two = Server(tmp_path / "s", "serve.save_every=2")
     assert run(two, second)["metrics"] == {"grad_norm": 2.0}
     kinds = [type(each).__name__ for each in two.ranks.commands]
@@ -187,13 +221,14 @@ def test_a_snapshot_is_sampled_and_a_saved_one_loaded(tmp_path):
     assert snapshot == commands.Snapshot(model, sampler)
     assert (load.version, load.folder, load.rank) == (path, save.folder, 4)  # pyright: ignore
     assert [first.version, second.version] == [sampler, path]  # pyright: ignore
-    (request,) = first.requests  # pyright: ignore
+    request = first.request  # pyright: ignore
     assert (request.prompt, request.max_tokens, request.seed, request.stop_token_ids) == ((4, 5), 3, 9, (2,))
 
 
 def test_what_cannot_be_is_one_line_and_the_server_goes_on(tmp_path):
     async def talk(server: Server):
-        model = await server.client(rank=4)
+        model, other = await server.client(rank=4), await server.client(rank=4)
+        saved = await server.saved(other, 1, "one")
         session = model.split(":")[0]
         base = {"session_id": session, "model_seq_id": 1, "base_model": "Qwen/Qwen3-8B"}
         refused = [
@@ -205,15 +240,26 @@ def test_what_cannot_be_is_one_line_and_the_server_goes_on(tmp_path):
             (404, "does not exist", "load_weights", {"path": "tinker://x/weights/y", "optimizer": True}, KEYS[0]),
             (400, "this server has Qwen/Qwen3-8B", "create_model", {**base, "base_model": "other"}, KEYS[0]),
             (400, "rank=0 must be a number from 1 to", "create_model", {**base, "lora_config": {"rank": 0}}, KEYS[0]),
-            (400, "set train_attn or train_mlp", "create_model",
-             {**base, "lora_config": {"rank": 4, "train_attn": False, "train_mlp": False}}, KEYS[0]),
+            (400, "set train_attn, train_mlp or train_unembed", "create_model",
+             {**base, "lora_config": {"rank": 4, "train_attn": False, "train_mlp": False, "train_unembed": False}},
+             KEYS[0]),
+            (400, "lora_config.alpha=32 is not supported", "create_model", {**base, "lora_config": {"alpha": 32}},
+             KEYS[0]),
+            (400, "optimizer_config.type='dimuon'", "create_model", {**base, "optimizer_config": {"type": "dimuon"}},
+             KEYS[0]),
             (400, "no JSON", "optim_step", b"{", KEYS[0]),
             (400, "not an object", "optim_step", b"[]", KEYS[0]),
             (400, "seq_id=None", "optim_step", {"model_id": model}, KEYS[0]),
-            (400, "must be a name without /", "save_weights", {"model_id": model, "seq_id": 1, "path": "a/b"}, KEYS[0]),
+            (400, "seq_id=0 must be", "optim_step", step(model, 0), KEYS[0]),
             (400, "protobuf", "forward_backward", b"\xff\xff", KEYS[0]),
             (413, "serve.max_body_bytes", "optim_step", b" " * 2001, KEYS[0]),
             (410, "does not exist", "retrieve_future", {"request_id": "other"}, KEYS[0]),
+            (404, "does not exist", "asample", sample("other"), KEYS[0]),
+            (400, "num_samples=9 is more than 8", "asample", sample("other", num_samples=9), KEYS[0]),
+            (400, "chunks.0.type='image'", "asample", sample("other", prompt={"chunks": [{"type": "image"}]}), KEYS[0]),
+            (400, "topk_sample_logprobs=2", "asample", sample("other", topk_sample_logprobs=2), KEYS[0]),
+            (400, "sampling_params.min_p=0.1 is not supported", "asample",
+             sample("other", sampling_params={"min_p": 0.1}), KEYS[0]),
         ]  # fmt: skip
         for status, line, path, body, key in refused:
             found, answer = await server.post(path, body, key)
@@ -221,19 +267,23 @@ def test_what_cannot_be_is_one_line_and_the_server_goes_on(tmp_path):
         failed = [
             ("forward_backward", losses(model, 1, tokens=33), "32 positions"),
             ("forward_backward", losses(model, 2, target=100), "none of the model's, 0 to 99"),
-            ("optim_step", step(model, 3, beta1="x"), "beta1='x' must be a number"),
-            ("optim_step", step(model, 4, momentum=0.9), "adam_params has 'momentum'"),
-            ("optim_step", {**step(model, 5), "optimizer_params": {"type": "dimuon"}}, "AdamW alone"),
+            ("optim_step", step(model, 3, beta1="x"), "adam_params.beta1='x'"),
+            ("optim_step", step(model, 4, momentum=0.9), "adam_params.momentum=0.9 is not supported"),
+            ("optim_step", {**step(model, 5), "optimizer_params": {"type": "dimuon"}}, "optimizer_params={'type'"),
+            ("save_weights", {"model_id": model, "seq_id": 6, "path": "a/b"}, "path='a/b'"),
+            ("load_weights", {"model_id": model, "seq_id": 7, "path": saved}, "optimizer='yes'"),
         ]
+        (failed[-1][1])["optimizer"] = "yes"
         for path, body, line in failed:
             answer = await server.result(await server.post(path, body))
             assert answer["category"] == "user"
             assert line in answer["error"]
-        return await server.result(await server.post("optim_step", step(model, 6)))
+        return await server.result(await server.post("optim_step", step(model, 8)))
 
-    server = Server(tmp_path / "s", "serve.max_body_bytes=2000")
+    server = Server(tmp_path / "s", "serve.max_body_bytes=2000", "serve.max_samples=8")
     assert run(server, talk)["metrics"] == {"grad_norm": 2.0}
-    assert [type(each) for each in server.ranks.commands] == [commands.CreateModel, commands.OptimStep]
+    made = [commands.CreateModel, commands.CreateModel, commands.SaveWeights, commands.OptimStep]
+    assert [type(each) for each in server.ranks.commands] == made
 
 
 def test_a_request_with_which_the_ranks_end_twice_is_refused(tmp_path):
@@ -249,7 +299,7 @@ def test_a_request_with_which_the_ranks_end_twice_is_refused(tmp_path):
     model = future["model_id"]
     server = Server(tmp_path / "s")
     for _ in range(2):
-        server.front.journal.begin(future["request_id"])
+        server.state.journal.begin(future["request_id"])
     assert "twice: it is refused" in run(server, wait)["error"]
     assert [type(each) for each in server.ranks.commands].count(commands.OptimStep) == 1
 
@@ -264,5 +314,189 @@ def test_keys_are_made_private_and_read_back(tmp_path):
 
 
 def test_the_front_imports_no_torch():
-    code = "import sys; import isoloss.tools.serve.front, isoloss.tools.serve.__main__; print('torch' in sys.modules)"
+    modules = "isoloss.tools.serve.front.__main__, isoloss.tools.serve.__main__"
+    code = f"import sys; import {modules}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_rules_of_sampling_go_to_the_ranks_as_they_are(tmp_path):
+    async def talk(server: Server):
+        model = await server.client(rank=4)
+        sampler = await server.snapshot(model, 1, 0)
+        rules = [
+            {"stop": ["END", "."], "top_k": 4, "top_p": 0.5, "temperature": 0.0, "max_tokens": 2, "seed": 9},
+            {"stop": "END"},
+            {"stop": [7, 8]},
+            {"stop": []},
+            {},
+        ]
+        for seq, given in enumerate(rules):
+            await server.result(await server.post("asample", sample(sampler, seq, sampling_params=given)))
+        asked = sample(sampler, 9, prompt_logprobs=True, topk_prompt_logprobs=3, prompt_logprobs_last_n=2)
+        response = messages.new("SampleResponse")
+        response.ParseFromString(
+            await server.result(await server.post("asample", {**asked, "sampling_params": {"max_tokens": 0}}))
+        )
+        return response
+
+    server = Server(tmp_path / "s")
+    response = run(server, talk)
+    found = [each.request for each in server.ranks.commands if isinstance(each, commands.Sample)]
+    first = found[0]
+    assert (first.stop, first.stop_token_ids, first.top_k, first.top_p) == (("END", "."), (), 4, 0.5)
+    assert (first.temperature, first.max_tokens, first.seed, first.ids) == (0.0, 2, 9, ("seed/0/0",))
+    rest = [(each.stop, each.stop_token_ids, each.max_tokens) for each in found[1:]]
+    assert rest == [(("END",), (), 29), ((), (7, 8), 29), ((), (), 29), ((), (2,), 29)]
+    assert np.frombuffer(response.prompt_logprobs, np.float32).tolist() == [-1.0, -2.0]
+    assert (response.topk_prompt_logprobs.length, response.topk_prompt_logprobs.k) == (2, 3)
+    assert not response.sequences
+
+
+def test_samples_of_a_version_run_together_and_training_waits_for_them(tmp_path):
+    async def talk(server: Server):
+        model = await server.client(rank=4)
+        sampler = await server.snapshot(model, 1, 0)
+        server.ranks.slow.clear()
+        samples = [await server.post("asample", sample(sampler, seq)) for seq in range(3)]
+        await asyncio.sleep(0.05)
+        begun = [type(each).__name__ for each in server.ranks.commands]
+        server.ranks.slow.set()
+        for each in samples:
+            await server.result(each)
+        return begun
+
+    assert run(Server(tmp_path / "s"), talk)[2:] == ["Sample"] * 3
+
+
+def test_weights_in_flight_are_the_newest_of_all_their_samplers(tmp_path):
+    async def talk(server: Server):
+        model = await server.client(rank=4)
+        for seq in (1, 2):
+            sampler = await server.snapshot(model, seq, seq, kind="inflight")
+            await server.result(await server.post("asample", sample(sampler)))
+
+    server = Server(tmp_path / "s")
+    run(server, talk)
+    versions = {each.version for each in server.ranks.commands if isinstance(each, commands.Snapshot | commands.Sample)}
+    assert len(versions) == 1
+
+
+def test_checkpoints_are_listed_overwritten_on_demand_and_expire(tmp_path):
+    async def talk(server: Server):
+        model, other = await server.client(rank=4), await server.client(rank=8, train_unembed=False)
+        path = await server.saved(model, 1, "one")
+        again = {"model_id": model, "seq_id": 2, "path": "one"}
+        assert "exists already" in (await server.result(await server.post("save_weights", again)))["error"]
+        assert await server.saved(model, 3, "one", overwrite=True) == path
+        sampler = await server.saved(other, 1, "two", "save_weights_for_sampler", ttl_seconds=60)
+        get = lambda path, key=KEYS[0]: server.post(path, b"", key, "GET")
+        _, listed = await get("checkpoints?limit=1")
+        assert [each["tinker_path"] for each in listed["checkpoints"]] == [sampler]
+        assert listed["checkpoints"][0]["expires_at"] > listed["checkpoints"][0]["time"]
+        assert listed["cursor"] == {"offset": 0, "limit": 1, "total_count": 2}
+        assert (await get("checkpoints", KEYS[1]))[1]["checkpoints"] == []
+        _, runs = await get("training_runs")
+        assert [(each["training_run_id"], each["lora_rank"]) for each in runs["training_runs"]] == [
+            (other, 8),
+            (model, 4),
+        ]
+        assert runs["training_runs"][1]["last_checkpoint"]["size_bytes"] == 5
+        assert (await get(f"training_runs/{model}"))[1]["last_sampler_checkpoint"] is None
+        assert (await get(f"training_runs/{model}", KEYS[1]))[0] == 404
+        assert (await get(f"training_runs/{other}/checkpoints"))[1]["checkpoints"][0]["checkpoint_id"] == (
+            "sampler_weights/two"
+        )
+        info = (await server.post("weights_info", {"tinker_path": sampler}))[1]
+        assert (info["lora_rank"], info["train_unembed"], info["train_mlp"]) == (8, False, True)
+        (session,) = (await get("sessions?offset=1&limit=1"))[1]["sessions"]
+        assert (await get(f"sessions/{session}"))[1]["training_run_ids"] == [model]
+        assert (await get("checkpoints?limit=many"))[0] == 400
+
+        here = f"training_runs/{model}/checkpoints/weights/one"
+        assert (await server.post(f"{here}/publish", b""))[0] == 400
+        assert (await server.post(f"{here}/ttl", {"ttl_seconds": 5}, KEYS[1], "PUT"))[0] == 404
+        assert (await server.post(f"{here}/ttl", {"ttl_seconds": 5}, KEYS[0], "PUT"))[0] == 204
+        assert (await server.post(f"{here}x", b"", KEYS[0], "DELETE"))[0] == 404
+        await housekeeping.look(server.state, server.dispatcher, time.time() + 10)
+        assert [each["tinker_path"] for each in (await get("checkpoints"))[1]["checkpoints"]] == [sampler]
+        there = f"training_runs/{other}/checkpoints/sampler_weights/two"
+        assert (await server.post(there, b"", KEYS[0], "DELETE"))[0] == 204
+        assert (await get("checkpoints"))[1]["checkpoints"] == []
+        assert not [*(tmp_path / "s" / "checkpoints").iterdir()]
+        return "gone"
+
+    assert run(Server(tmp_path / "s"), talk) == "gone"
+
+
+def test_clients_that_are_gone_leave_nothing_in_memory(tmp_path):
+    async def talk(server: Server):
+        silent, finished, living = [await server.client(rank=4) for _ in range(3)]
+        sampler = await server.snapshot(silent, 1, 0)
+        server.ranks.slow.clear()
+        running = await server.post("asample", sample(sampler))
+        await asyncio.sleep(0.05)
+        held = await server.post("optim_step", step(silent, 3))
+        await server.post(f"sessions/{finished.split(':')[0]}/finish", {"reason": {"type": "success"}})
+        start = time.time()
+        await server.post("session_heartbeat", {"session_id": living.split(":")[0]})
+        await housekeeping.look(server.state, server.dispatcher, start + 130)
+        assert "has ended" in (await server.result(running))["error"]
+        assert (await server.post("optim_step", step(finished, 1)))[0] == 404
+        assert (await server.post("retrieve_future", {"request_id": held[1]["request_id"]}, method="HEAD"))[0] == 405
+        await housekeeping.look(server.state, server.dispatcher, start + 3700)
+        await server.post("session_heartbeat", {"session_id": living.split(":")[0]})
+        assert len(server.state.journal.rows("models", dropped=0)) == 0
+        assert server.state.journal.rows("versions") == []
+        return [each for each in server.ranks.commands if isinstance(each, commands.DropModel | commands.DropVersion)]
+
+    dropped = run(Server(tmp_path / "s"), talk)
+    assert [type(each).__name__ for each in dropped] == ["DropModel", "DropModel", "DropVersion", "DropModel"]
+
+
+def test_versions_beyond_the_most_are_written_and_read_again(tmp_path):
+    async def talk(server: Server):
+        model = await server.client(rank=4)
+        samplers = [await server.snapshot(model, seq + 1, seq) for seq in range(3)]
+        for sampler in samplers:
+            await server.result(await server.post("asample", sample(sampler)))
+
+    server = Server(tmp_path / "s", "serve.max_versions=2")
+    run(server, talk)
+    kinds = [type(each).__name__ for each in server.ranks.commands[1:]]
+    assert kinds[:5] == ["Snapshot", "Snapshot", "Snapshot", "SaveVersion", "DropVersion"]
+    assert kinds.count("LoadVersion") == 3  # each in its turn was the oldest
+    assert kinds.count("Sample") == 3
+
+
+def test_results_of_another_key_do_not_exist(tmp_path):
+    async def talk(server: Server):
+        model = await server.client(rank=4)
+        _, future = await server.post("optim_step", step(model, 1))
+        asked = {"request_id": future["request_id"]}
+        return [(await server.post("retrieve_future", asked, key))[0] for key in KEYS]
+
+    assert run(Server(tmp_path / "s"), talk) == [200, 410]
+
+
+def test_a_session_that_is_asked_for_again_is_the_same(tmp_path):
+    async def talk(server: Server):
+        ask = lambda **headers: server.post("create_session", {}, **headers)
+        first, again, other = await ask(x_idempotency_key="a"), await ask(x_idempotency_key="a"), await ask()
+        return first[1]["session_id"], again[1]["session_id"], other[1]["session_id"]
+
+    first, again, other = run(Server(tmp_path / "s"), talk)
+    assert first == again != other
+
+
+def test_requests_that_wait_take_little_memory(tmp_path):
+    async def talk(server: Server):
+        model = await server.client(rank=4)
+        body = losses(model, 0, tokens=2000)
+        tracemalloc.start()
+        for seq in range(2, 2002):  # 1 is on its way
+            server.state.submit("o", model, seq, "forward_backward", body)
+        size, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return size / 2000
+
+    assert run(Server(tmp_path / "s"), talk) < 2500  # bytes a request, whose body has 24,000

@@ -1,6 +1,6 @@
 """The journal of a server, as a process that starts again finds it."""
 
-from isoloss.tools.serve.journal import Journal
+from isoloss.tools.serve.front.journal import Journal
 
 
 def model(journal: Journal, id: str) -> None:
@@ -12,7 +12,7 @@ def test_a_request_sent_twice_is_one_and_keeps_its_first_body(tmp_path):
     first = journal.accept("x", "o", "a", 3, "optim_step", b"one")
     again = journal.accept("x", "o", "a", 3, "optim_step", b"two")
     assert first == again
-    assert first.body == b"one"
+    assert journal.body(first.id) == b"one"
     assert journal.request("y") is None
 
 
@@ -28,20 +28,18 @@ def test_a_start_finds_what_the_saved_state_lacks_and_completions_without_an_ans
     journal.accept("s0", "o", "sampler", 1, "asample", b"s0")
     journal.accept("s1", "o", "sampler", 2, "asample", b"s1")
     journal.finish("s0", b"done", "text")
-    journal.insert("versions", version="v", model="a", seq=1, folder=None)
-    journal.saved("a", 1, "folder", {"v": "of v"})
+    journal.saved("a", 1, "folder")
     journal.close()
 
     journal = Journal(tmp_path / "j")
-    assert [(entry.id, entry.body, entry.answer) for entry in journal.unsaved()] == [
+    assert [(entry.id, journal.body(entry.id), journal.answer(entry.id)) for entry in journal.unsaved()] == [
         ("a2", b"2", (b"answer 2", "text")),
         ("a3", b"3", (b"answer 3", "text")),
         ("s1", b"s1", None),
     ]
     assert journal.row("models", id="a")["saved_folder"] == "folder"
-    assert journal.row("versions", version="v")["folder"] == "of v"
-    assert journal.request("a0").answer == (b"answer 0", "text")
-    assert journal.request("a0").body == b""
+    assert journal.answer("a0") == (b"answer 0", "text")
+    assert journal.body("a0") is None
 
 
 def test_attempts_are_counted_until_there_is_an_answer(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from isoloss.parallel.runtime.errors import UserError
-from isoloss.tools.serve.losses import KINDS, loss_of
+from isoloss.tools.serve.ranks.losses import KINDS, loss_of
 
 LOGP, OLD, ADVANTAGE = math.log(0.5), math.log(0.25), 3.0  # r = 2
 
@@ -42,6 +42,35 @@ def value(name: str, advantage: float = ADVANTAGE, **config: float) -> tuple[flo
 )
 def test_a_loss_of_one_token_by_hand(name, config, advantage, loss, slope):
     assert value(name, advantage, **config) == pytest.approx((loss, slope), abs=1e-14)
+
+
+def test_targets_of_one_position_are_added():
+    logp = torch.tensor([[-1.0, -2.0], [-3.0, -4.0]])
+    fields = {"weights": torch.tensor([[0.5, 0.25], [0.0, -1.0]])}
+    inputs = SimpleNamespace(logprobs_N=logp, fields=fields)
+    (term,) = loss_of("cross_entropy", {}).terms
+    assert term.per_token(inputs).tolist() == [1.0, -4.0]  # pyright: ignore[reportArgumentType]
+
+
+def test_gspo_has_the_ratio_of_a_sequence_and_a_gradient_at_each_token():
+    logp = torch.tensor([-1.0, -2.0, -3.0, -0.5, -0.7], dtype=torch.float64, requires_grad=True)
+    document = torch.tensor([0, 0, 0, 1, 1])
+    fields = {
+        "logprobs": torch.tensor([-1.1, -2.3, -9.0, -0.4, -0.3], dtype=torch.float64),
+        "advantages": torch.tensor([2.0, 2.0, 0.0, -1.0, -1.0], dtype=torch.float64),
+        "sequence_ratio_mask": torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64),
+    }
+    sums = lambda values: torch.zeros(2, dtype=torch.float64).index_add(0, document, values)[document]
+    inputs = SimpleNamespace(logprobs_N=logp, fields=fields, sequence_sum=sums)
+    (term,) = loss_of("gspo", {"clip_high_threshold": 1.3}).terms
+    losses = term.per_token(inputs)  # pyright: ignore[reportArgumentType]
+    losses.sum().backward()
+    ratio = math.exp(0.2)  # the mean of 0.1 and 0.3; a sequence without a mask has the ratio 1
+    assert losses.tolist() == pytest.approx([-2 * ratio, -2 * ratio, 0, 1, 1], abs=1e-14)
+    assert logp.grad is not None
+    assert logp.grad.tolist() == pytest.approx([-2 * ratio, -2 * ratio, 0, 1, 1], abs=1e-14)
+    (clipped,) = loss_of("gspo", {}).terms  # at 1.2
+    assert clipped.per_token(inputs)[0].item() == pytest.approx(-2.4)  # pyright: ignore[reportArgumentType]
 
 
 def test_every_loss_is_a_sum_without_a_denominator():

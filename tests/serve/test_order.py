@@ -2,12 +2,12 @@
 
 import random
 
-from isoloss.tools.serve.order import Order
+from isoloss.tools.serve.front.order import Order
 
 
-def taken(order: Order) -> list:
+def taken(order: Order, most: int = 8) -> list:
     found = []
-    while (each := order.take()) is not None:
+    while (each := order.take(most)) is not None:
         found.append(each)
     return found
 
@@ -15,7 +15,7 @@ def taken(order: Order) -> list:
 def test_requests_of_a_training_client_go_by_their_numbers_whatever_comes_first():
     expected = [("a", [k]) for k in range(20)]
     for seed in range(20):
-        order: Order[int] = Order(8)
+        order: Order[int] = Order()
         order.start("a", 0)
         numbers = list(range(20))
         random.Random(seed).shuffle(numbers)
@@ -27,7 +27,7 @@ def test_requests_of_a_training_client_go_by_their_numbers_whatever_comes_first(
 
 
 def test_a_gap_holds_what_comes_after_it_and_not_another_client():
-    order: Order[str] = Order(8)
+    order: Order[str] = Order()
     order.start("a", 0)
     order.start("b", 5)
     order.add("a", 1, "a1")
@@ -39,7 +39,7 @@ def test_a_gap_holds_what_comes_after_it_and_not_another_client():
 
 
 def test_clients_take_turns_and_completions_come_between():
-    order: Order[str] = Order(2)
+    order: Order[str] = Order()
     for lane in "ab":
         order.start(lane, 0)
         for k in range(2):
@@ -47,7 +47,7 @@ def test_clients_take_turns_and_completions_come_between():
     for k in range(3):
         order.add_sample("v", f"v{k}")
     order.add_sample("w", "w0")
-    found = taken(order)
+    found = taken(order, 2)
     assert [items for lane, items in found if lane in "ab"] == [["a0"], ["b0"], ["a1"], ["b1"]]
     assert [items for lane, items in found if lane in "vw"] == [["v0", "v1"], ["w0"], ["v2"]]
     kinds = [lane in "vw" for lane, _ in found]
@@ -55,7 +55,7 @@ def test_clients_take_turns_and_completions_come_between():
 
 
 def test_what_nobody_waits_for_leaves():
-    order: Order[str] = Order(8)
+    order: Order[str] = Order()
     order.start("a", 0)
     order.add("a", 0, "a0")
     order.add_sample("v", "v0")
@@ -64,3 +64,12 @@ def test_what_nobody_waits_for_leaves():
     assert order.withdraw(lambda item: item != "v1") == ["v0", "w0"]
     assert order.forget("a") == ["a0"]
     assert taken(order) == [("v", ["v1"])]
+
+
+def test_without_room_for_completions_training_goes_on():
+    order: Order[str] = Order()
+    order.start("a", 0)
+    order.add_sample("v", "v0")
+    order.add("a", 0, "a0")
+    assert taken(order, 0) == [("a", ["a0"])]
+    assert taken(order) == [("v", ["v0"])]

@@ -145,7 +145,7 @@ def test_a_session_has_the_bits_of_a_loop_on_the_engine(undisturbed):
 def test_two_clients_and_dying_processes_change_no_bit(server, undisturbed, tmp_path):
     outs = [tmp_path / f"{k}.json" for k in range(2)]
     clients = [server.start_session(out) for out in outs]
-    for module, seconds in (("worker", 7), ("front", 18)):
+    for module, seconds in (("ranks", 7), ("front", 18)):
         time.sleep(seconds)
         server.kill(module)
     assert [client.wait(280) for client in clients] == [0, 0]

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import Future
 from multiprocessing import Pipe
 from multiprocessing.connection import Client
 
@@ -9,14 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from isoloss.engine.rl.trajectory import Completion
 from isoloss.engine.step.engine import Engine
 from isoloss.parallel.runtime.errors import UserError
 from isoloss.recipes import launch
 from isoloss.tools.serve import __main__ as supervisor
-from isoloss.tools.serve import commands, worker
+from isoloss.tools.serve import commands
 from isoloss.tools.serve.config import ServeConfig
-from isoloss.tools.serve.link import Link
-from isoloss.tools.serve.tenants import Tenants
+from isoloss.tools.serve.front.link import Link
+from isoloss.tools.serve.ranks.inbox import Inbox
+from isoloss.tools.serve.ranks.tenants import Tenants
 from isoloss.tools.serve.wire import Datum
 
 TARGETS = ("attention", "mlp")
@@ -66,21 +69,84 @@ def test_a_version_stays_what_it_was_and_another_client_changes_nothing(engine):
         alone.append(numbers)
     assert alone[0] == alone[1]
     tenants.run(commands.Snapshot("a", "version"))
-    asked = [commands.SampleRequest(("x/0", "x/1"), (5, 6, 7), 4, 1.0, 1.0, (), 3, prompt_logprobs=True, top=2)]
-    (first,) = tenants.run(commands.Sample("", "version", asked))
+    first = sampled(tenants, "version")
+    (scores,) = tenants.sampler("version").scores([commands.Score("", "version", (5, 6, 7), 2)])
     tenants.run(losses("a"))
     tenants.run(commands.OptimStep("a", *ADAM))
-    tenants.run(commands.Sample("", "base", asked))
-    (again,) = tenants.run(commands.Sample("", "version", asked))
-    for one, other in zip(first.completions, again.completions, strict=True):
-        assert (one[0] == other[0]).all()
-        assert (one[1] == other[1]).all()
-    assert np.isnan(first.prompt_logprobs[0])
-    top_ids, top_logprobs = first.top
-    assert top_ids.shape == top_logprobs.shape == (3, 2)
-    assert top_ids[0].tolist() == [0, 0]
-    assert top_logprobs[0].tolist() == [-99999.0] * 2  # as the SDK reads none
-    assert (top_logprobs[1:, 0] >= first.prompt_logprobs[1:]).all()
+    assert sampled(tenants, "base") != first
+    assert sampled(tenants, "version") == first
+    tenants.run(commands.Snapshot("a", "version"))  # of one in flight, which moves
+    assert sampled(tenants, "version") != first
+    tenants.run(commands.DropVersion("", "version"))
+    assert list(tenants._copies._taken) == []
+    assert np.isnan(scores.logprobs[0])
+    assert scores.top_ids.shape == scores.top_logprobs.shape == (3, 2)
+    assert scores.top_ids[0].tolist() == [0, 0]
+    assert scores.top_logprobs[0].tolist() == [-99999.0] * 2  # as the SDK reads none
+    assert (scores.top_logprobs[1:, 0] >= scores.logprobs[1:]).all()
+
+
+def sampled(tenants: Tenants, version: str) -> list:
+    """Return tokens and log-probabilities of completions."""
+    request = asked("x/0", "x/1")
+    here, there = Pipe()
+    tenants.sampler(version).sample(Inbox(here), (7, commands.Sample("", version, request)))
+    number, completions = there.recv()
+    there.close()
+    assert number == 7
+    return [(tokens.tolist(), logprobs.tolist()) for tokens, logprobs, _ in completions]
+
+
+def asked(*ids: str) -> commands.SampleRequest:
+    return commands.SampleRequest(ids, (5, 6, 7), 4, 1.0, 1.0, -1, (), (), 3)
+
+
+def test_samples_of_one_version_join_those_that_run():
+    here, there = Pipe()
+    inbox, begun = Inbox(here), {}
+
+    def begin(request: commands.SampleRequest) -> list[Future[Completion]]:
+        if request.ids == ("bad",):
+            raise UserError("the prompt is too long")
+        begun.update({id: Future() for id in request.ids})
+        return [begun[id] for id in request.ids]
+
+    def send(number: int, command: commands.Command) -> None:
+        there.send((number, command))
+
+    def completed(id: str) -> None:
+        begun[id].set_result(Completion(id, (5,), (-0.5,), (0,), "stop"))
+
+    send(1, commands.Sample("", "v", asked("a", "b")))
+    send(2, commands.Sample("", "v", asked("c")))
+    (first,) = inbox.next() or ()
+    while len(inbox._waiting) < 1:
+        pass
+    goal = inbox.begin(first, begin)
+    assert sorted(begun) == ["a", "b", "c"]
+    send(3, commands.Sample("", "v", asked("d")))  # while it runs
+    send(4, commands.Sample("", "v", asked("bad")))
+    assert there.recv()[0] == 4  # refused, and the others go on
+    send(5, commands.Cancel(""))
+    send(3, commands.Cancel(""))
+    send(6, commands.Sample("", "v", asked("a")))  # the random numbers of another one that runs
+    send(7, commands.Sample("", "v", asked("e")))  # after it
+    send(8, commands.Score("", "v", (5,), 0))
+    send(9, commands.Score("", "v", (6,), 0))
+    while len(inbox._waiting) < 4:
+        pass
+    assert begun["d"].cancelled()
+    assert sorted(begun) == ["a", "b", "c", "d"]
+    for id in "bca":
+        assert not goal.done()
+        completed(id)
+    assert goal.done()
+    assert [there.recv()[0] for _ in range(2)] == [2, 1]
+    assert [number for number, _ in inbox.next() or ()] == [6]
+    assert [number for number, _ in inbox.next() or ()] == [7]
+    assert [number for number, _ in inbox.next() or ()] == [8, 9]
+    there.close()
+    assert inbox.next() is None
 
 
 def test_weights_without_the_optimizer_begin_their_moments_anew(engine, tmp_path):
@@ -113,37 +179,62 @@ def test_a_field_that_a_loss_reads_must_be_there(engine):
         tenants.run(commands.ForwardBackward("a", data(), "ppo", {}, False))
 
 
-def test_a_request_asks_for_no_log_probabilities_by_itself():
-    assert not commands.SampleRequest(("x",), (1,), 1, 1.0, 1.0, (), 0).prompt_logprobs
+def test_several_targets_of_a_position_are_one_sum_of_their_log_probabilities(engine):
+    tenants = Tenants(engine, 4)
+    tenants.run(commands.CreateModel("a", 4, 1, (*TARGETS, "lm_head")))
+    draw, single = np.random.default_rng(1), data()
+    targets = draw.integers(0, 2000, (19, 3))
+    weights = draw.random((19, 3)).astype(np.float32)
+    several = Datum(single[0].tokens, {"target_tokens": targets, "weights": weights})
+    found = tenants.run(commands.ForwardBackward("a", [several], "cross_entropy", {}, False))
+    gradients, losses_K = [grads(tenants)], []
+    for k in range(3):
+        one = Datum(several.tokens, {"target_tokens": targets[:, k], "weights": weights[:, k]})
+        result = tenants.run(commands.ForwardBackward("a", [one], "cross_entropy", {}, False))
+        assert np.allclose(found.logprobs[0][:, k], result.logprobs[0], atol=1e-5)
+        losses_K.append(result.loss)
+        gradients.append(grads(tenants))
+    assert found.loss == pytest.approx(sum(losses_K), rel=1e-5)
+    assert torch.allclose(gradients[0], gradients[-1] - gradients[0], atol=1e-4)  # the three parts add up
+    with pytest.raises(UserError, match=r"several targets a position .* need loss_fn=cross_entropy"):
+        tenants.run(commands.ForwardBackward("a", [several], "ppo", {}, False))
 
 
-def test_the_front_and_the_ranks_talk_in_turn(tmp_path):
-    link = Link(str(tmp_path / "s"))
+def grads(tenants: Tenants) -> torch.Tensor:
+    """Return the accumulated gradients of the training client a."""
+    held = [tensor.main_grad for tensor in tenants._models["a"].trained.tensors()]  # pyright: ignore
+    return torch.cat([grad.flatten().double() for grad in held])
+
+
+def test_the_front_gets_outcomes_under_the_numbers_of_its_commands(tmp_path):
+    ended: list = []
+    link = Link(str(tmp_path / "s"), lambda: ended.append("the ranks have ended"))
 
     def ranks() -> None:
         with Client(str(tmp_path / "s"), "AF_UNIX") as connection:
-            connection.send({"vocab_size": 3})
-            for _ in range(2):
-                connection.send(("done", connection.recv()))
+            connection.send((-1, {"vocab_size": 3}))
+            first, second, third = (connection.recv() for _ in range(3))
+            connection.send((second[0], second[1].model_id))
+            connection.send((first[0], first[1].model_id))
+            ended.append((third[0], connection.recv()))
 
     thread = threading.Thread(target=ranks)
     thread.start()
 
     async def talk():
         facts = await link.connect()
-        return facts, [await link.call(commands.DropModel(name)) for name in "ab"]
+        calls = [asyncio.create_task(link.call(commands.DropModel(name))) for name in "ab"]
+        await asyncio.sleep(0)
+        sampling = asyncio.create_task(link.call(commands.DropModel("c")))
+        await asyncio.sleep(0)
+        found = facts, [await call for call in calls]
+        sampling.cancel()
+        return found
 
-    found = asyncio.run(talk())
+    assert asyncio.run(talk()) == ({"vocab_size": 3}, ["a", "b"])
     thread.join()
-    assert found == ({"vocab_size": 3}, [("done", commands.DropModel("a")), ("done", commands.DropModel("b"))])
-
-
-def test_ranks_end_when_the_front_does():
-    here, there = Pipe()
-    there.send(commands.DropModel("a"))
-    assert worker._next(here) == commands.DropModel("a")
-    there.close()
-    assert worker._next(here) is None
+    (number, cancel), *_ = ended
+    assert cancel == (number, commands.Cancel(""))
 
 
 @pytest.mark.parametrize(("ends", "status", "starts"), [([2], 2, 1), ([1, 1, 1], 1, 3), ([1, 2], 2, 2)])

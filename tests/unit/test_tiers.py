@@ -4,7 +4,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from support.suite.tiers import Patterns, group_of, mark, named_by_mutants, not_run
+from support.suite.tiers import Patterns, group_of, mark, named_by_mutants, not_run, other_shares
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="nothing is shared out where one process runs all")
@@ -82,3 +82,15 @@ def test_a_row_that_a_mutant_names_and_that_never_runs_is_told():
 def test_names_of_mutants_are_read():
     named = named_by_mutants()
     assert len(named) > 300 and all(name.startswith("tests/") for name in named)
+
+
+def test_shares_of_the_full_rows_are_all_of_them():
+    items = rows(*(f"b[{k}]" for k in range(60)))
+    mark(items, Patterns({"a.py": {"b": "[0-9]"}}), Patterns({"a.py": {"b": "*"}}), set())
+    run = [[item for item in items if item not in other_shares(items, f"{k}/3")] for k in (1, 2, 3)]
+    assert all(len(share) > 20 for share in run)  # ten quick rows each
+    assert sum(sum("full" in item.marked for item in share) for share in run) == 50
+    assert {item.nodeid for share in run for item in share} == {item.nodeid for item in items}
+    assert other_shares(items, "1/1") == []
+    with pytest.raises(pytest.UsageError, match="--share=4/3"):
+        other_shares(items, "4/3")

@@ -21,8 +21,8 @@ from isoloss.parallel.runtime.console import say
 from isoloss.parallel.runtime.processes import Helper
 from isoloss.recipes import command_line, launch
 from isoloss.tools import command_line as tools_command_line
-from isoloss.tools.serve import keys
 from isoloss.tools.serve.config import ServeConfig
+from isoloss.tools.serve.front import keys
 
 POLL_SECONDS = 0.2
 QUICK_SECONDS = 120.0  # a server that ends sooner than this after its start, three times, is given up
@@ -75,7 +75,7 @@ def run(config: ServeConfig, words: Sequence[str]) -> int:
         front = Helper([sys.executable, "-m", "isoloss.tools.serve.front", address, *words], env=environment)
         ranks_command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--standalone"),
-            *("-m", "isoloss.tools.serve.worker", address, *words),
+            *("-m", "isoloss.tools.serve.ranks", address, *words),
         ]
         helpers = [front, Helper(ranks_command, env=environment)]
         try:

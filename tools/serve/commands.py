@@ -4,7 +4,7 @@ Shape suffixes: T tokens of one datum, K targets of a position.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -65,10 +65,9 @@ class OptimStep(Command):
 
 @dataclass(frozen=True)
 class SaveWeights(Command):
-    """Writes a checkpoint. versions: versions of this training client to write as well, and their folders."""
+    """Writes a checkpoint."""
 
     folder: str
-    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,13 +86,28 @@ class Snapshot(Command):
 
 
 @dataclass(frozen=True)
+class SaveVersion(Command):
+    """Writes a version."""
+
+    version: str
+    folder: str
+
+
+@dataclass(frozen=True)
 class LoadVersion(Command):
-    """Reads a version that `SaveWeights` wrote. rank, targets: those of its adapter."""
+    """Reads a version that `SaveVersion` or `SaveWeights` wrote. rank, targets: those of its adapter."""
 
     version: str
     folder: str
     rank: int
     targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class DropVersion(Command):
+    """Forgets a version."""
+
+    version: str
 
 
 @dataclass(frozen=True)
@@ -103,10 +117,9 @@ class DropModel(Command):
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """A prompt and the rules to continue it.
+    """A prompt and the rules to continue it, as in `engine.rl.trajectory.Sampling`.
 
     ids: one for each completion; the random numbers are a function of it and the seed.
-    top: number of likeliest tokens to return at each position of the prompt.
     """
 
     ids: tuple[str, ...]
@@ -114,28 +127,48 @@ class SampleRequest:
     max_tokens: int
     temperature: float
     top_p: float
+    top_k: int
+    stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     seed: int
-    prompt_logprobs: bool = False
-    top: int = 0
 
 
 @dataclass(frozen=True)
 class Sample(Command):
-    """Samples completions of a version; model_id is that of its training client, or "". Result: a list of `Sampled`."""
+    """Samples completions of a version. While it runs, commands for the same version join it.
+
+    Result: of each completion the tokens, their log-probabilities, and "stop" or "length".
+    """
 
     version: str
-    requests: Sequence[SampleRequest]
+    request: SampleRequest
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """The completions of a request: tokens, log-probabilities and "stop" or "length"; log-probabilities of the prompt,
-    [T], NaN for the first token; ids and log-probabilities of the likeliest tokens there, as in `wire.TopK`."""
+class Cancel(Command):
+    """Ends the sampling of the command with its own number."""
 
-    completions: Sequence[tuple[np.ndarray, np.ndarray, str]]
-    prompt_logprobs: np.ndarray | None = None
-    top: tuple[np.ndarray, np.ndarray] | None = None
+
+@dataclass(frozen=True)
+class Score(Command):
+    """Computes log-probabilities of a prompt. top: number of likeliest tokens at each place. Result: `Scores`."""
+
+    version: str
+    prompt: tuple[int, ...]
+    top: int
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of a prompt.
+
+    logprobs: log-probabilities of its tokens, [T]; NaN for the first.
+    top_ids, top_logprobs: likeliest tokens at each place, [T, top], as in `wire.TopK`.
+    """
+
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
 
 
 @dataclass(frozen=True)

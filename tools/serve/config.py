@@ -50,10 +50,20 @@ class ServeKeys(Keys, group="serve"):
     )
     max_lora_rank: int = key(256, "Largest rank of adapters that a client may ask for.", at_least=1)
     max_models: int = key(64, "Training clients that may exist at a time.", at_least=1)
+    max_versions: int = key(
+        64, "Versions of weights to sample from that stay in host memory; older ones wait in output_dir.", at_least=1
+    )
+    session_seconds: int = key(
+        3600,
+        "Seconds without a heartbeat after which a client's session is over: its training clients are forgotten, its "
+        "checkpoints stay.",
+        at_least=60,
+    )
     max_queued: int = key(20_000, "Requests that may wait at a time.", at_least=1)
     max_body_bytes: int = key(64 << 20, "Bytes of the body of a request.", at_least=1)
     max_decompressed_bytes: int = key(1 << 30, "Bytes of the body of a request, decompressed.", at_least=1)
     max_datums: int = key(1024, "Samples of a request; clients divide a call into such parts.", at_least=1)
+    max_samples: int = key(1024, "Completions of a request.", at_least=1)
     max_tokens: int = key(1 << 20, "Tokens of a sample.", at_least=1)
     chunk_bytes: int = key(5_000_000, "Bytes of such a part.", at_least=1)
     concurrency: int = key(256, "Completions that are decoded together.", at_least=1)

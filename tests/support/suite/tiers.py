@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -121,6 +122,15 @@ def not_run(items: Sequence[pytest.Item], named: Collection[str]) -> list[str]:
     return sorted(name for name in named if name not in run and name.partition("::")[0] in there)
 
 
+def other_shares(items: Sequence[pytest.Item], share: str) -> list[pytest.Item]:
+    """The full rows that a share, such as 2/3, leaves to the others. Raises UsageError where it is none."""
+    number, _, count = share.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise pytest.UsageError(f"--share={share}: give one of the shares, such as 2/3")
+    full = (item for item in items if item.get_closest_marker("full"))
+    return [item for item in full if crc32(item.nodeid.encode()) % int(count) != int(number) - 1]
+
+
 class Schedule:
     """Groups first, in the order of the files; then the tests that any worker takes."""
 
@@ -140,6 +150,10 @@ class Schedule:
                 raise pytest.UsageError(f"tests/support/suite/rows.py names tests in vain: {'; '.join(in_vain)}")
             if missing := not_run(items, named):
                 raise pytest.UsageError(f"mutants name tests that make test-all does not run: {'; '.join(missing)}")
+        others = set(other_shares(items, config.getoption("share")))
+        if others:
+            config.hook.pytest_deselected(items=[*others])
+            items[:] = [item for item in items if item not in others]
         groups = {item: group_of(item) for item in items}
         for item, group in groups.items():
             if group is not None:

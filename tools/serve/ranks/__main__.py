@@ -1,21 +1,23 @@
 """The ranks of a server: they take one command at a time from the front, the same on every rank.
 
-torchrun --nproc_per_node N -m isoloss.tools.serve.worker SOCKET key=value ...
+torchrun --nproc_per_node N -m isoloss.tools.serve.ranks SOCKET key=value ...
 """
 
+import json
 import sys
 from collections.abc import Sequence
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Client
 from typing import TYPE_CHECKING
 
 from isoloss.engine.instruments import startup, watchdog
 from isoloss.parallel import UserError
 from isoloss.recipes import launch
-from isoloss.tools.serve.commands import Command, Failed
+from isoloss.tools.serve import commands
 from isoloss.tools.serve.config import ServeConfig
 
 if TYPE_CHECKING:
     from isoloss.engine.step.engine import Engine
+    from isoloss.tools.serve.ranks.inbox import Inbox, Numbered
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,24 +37,29 @@ def serve(address: str, config: ServeConfig) -> None:
     """Carry out commands. Collective over the world."""
     from isoloss.engine.step.engine import Engine
     from isoloss.parallel.rank0 import RankZero
-    from isoloss.tools.serve.tenants import Tenants
+    from isoloss.tools.serve.ranks.inbox import Inbox
+    from isoloss.tools.serve.ranks.tenants import Tenants
 
     engine = Engine(config.of_engine())
     tenants = Tenants(engine, config.serve.concurrency)
-    rank0 = RankZero(patient=watchdog.patient)
-    connection = Client(address, "AF_UNIX") if rank0.here else None
-    if connection is not None:
-        connection.send(facts_of(engine))
-    while True:
-        command = rank0.run(lambda: _next(connection))
-        if command is None:
-            return
+    rank0, inbox = RankZero(patient=watchdog.patient), None
+    if rank0.here:
+        inbox = Inbox(Client(address, "AF_UNIX"))
+        inbox.send(-1, facts_of(engine))
+    while (batch := rank0.run(lambda: _next(inbox))) is not None:
+        command, outcomes = batch[0][1], []
         try:
-            outcome = tenants.run(command)
+            if isinstance(command, commands.Sample):
+                tenants.sampler(command.version).sample(inbox, batch[0])
+            elif isinstance(command, commands.Score):
+                outcomes = tenants.sampler(command.version).scores([each for _, each in batch])
+            else:
+                outcomes = [tenants.run(command)]
         except UserError as error:
-            outcome = Failed(str(error))
-        if connection is not None:
-            connection.send(outcome)
+            outcomes = [commands.Failed(str(error))] * len(batch)
+        if inbox is not None:
+            for (number, _), outcome in zip(batch, outcomes):
+                inbox.send(number, outcome)
 
 
 def facts_of(engine: "Engine") -> dict[str, object]:
@@ -62,18 +69,16 @@ def facts_of(engine: "Engine") -> dict[str, object]:
 
     folder = engine.source.path
     return {
+        "arch": json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"],
         "max_positions": engine.arch.max_positions,
         "vocab_size": engine.arch.vocab_size,
         "stop_token_ids": stop_tokens(folder, load_tokenizer(str(folder), engine.arch.vocab_size)),
     }
 
 
-def _next(connection: Connection | None) -> Command | None:
-    assert connection is not None, "the first rank holds the connection"
-    try:
-        return connection.recv()
-    except EOFError:
-        return None
+def _next(inbox: "Inbox | None") -> "list[Numbered] | None":
+    assert inbox is not None, "the first rank has the connection"
+    return inbox.next()
 
 
 if __name__ == "__main__":

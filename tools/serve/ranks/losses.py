@@ -28,8 +28,9 @@ class Kind:
 
 
 def cross_entropy(inputs: TokenInputs) -> Tensor:
-    """Return -weights * logp."""
-    return -inputs.fields["weights"] * inputs.logprobs_N
+    """Return -weights * logp, [N]; the sum over the targets of a position where there are several."""
+    losses = -inputs.fields["weights"] * inputs.logprobs_N
+    return losses if losses.ndim == 1 else losses.sum(-1)
 
 
 def importance_sampling(inputs: TokenInputs) -> Tensor:
@@ -39,8 +40,7 @@ def importance_sampling(inputs: TokenInputs) -> Tensor:
 
 def ppo(inputs: TokenInputs, clip_low_threshold: float, clip_high_threshold: float) -> Tensor:
     """Return -min(r A, clip(r) A) (arXiv:1707.06347), with bounds of r itself."""
-    ratio_N, advantages_N = _ratio(inputs), inputs.fields["advantages"]
-    return -torch.minimum(ratio_N * advantages_N, ratio_N.clamp(clip_low_threshold, clip_high_threshold) * advantages_N)
+    return _clipped(_ratio(inputs), inputs.fields["advantages"], clip_low_threshold, clip_high_threshold)
 
 
 def cispo(inputs: TokenInputs, clip_low_threshold: float, clip_high_threshold: float) -> Tensor:
@@ -55,6 +55,21 @@ def dro(inputs: TokenInputs, beta: float) -> Tensor:
     return -(inputs.logprobs_N * inputs.fields["advantages"] - beta / 2 * distance_N.square())
 
 
+def gspo(inputs: TokenInputs, clip_low_threshold: float, clip_high_threshold: float) -> Tensor:
+    """Return `ppo` with the ratio of the whole sequence, whose gradient goes to each token (arXiv:2507.18071, 4.3):
+    r = stop(s) exp(logp - stop(logp)), log s = mean of logp - logprobs, weighted with sequence_ratio_mask."""
+    mask_N, logprobs_N = inputs.fields["sequence_ratio_mask"], inputs.logprobs_N
+    distance_N = logprobs_N.detach() - inputs.fields["logprobs"]
+    count_N = inputs.sequence_sum(mask_N)
+    mean_N = inputs.sequence_sum(mask_N * distance_N) / torch.where(count_N == 0, 1.0, count_N)
+    ratio_N = mean_N.exp() * (logprobs_N - logprobs_N.detach()).exp()
+    return _clipped(ratio_N, inputs.fields["advantages"], clip_low_threshold, clip_high_threshold)
+
+
+def _clipped(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> Tensor:
+    return -torch.minimum(ratio_N * advantages_N, ratio_N.clamp(low, high) * advantages_N)
+
+
 def _ratio(inputs: TokenInputs) -> Tensor:
     return (inputs.logprobs_N - inputs.fields["logprobs"]).exp()
 
@@ -65,6 +80,7 @@ KINDS = {
     "importance_sampling": Kind(importance_sampling, POLICY, {}),
     "ppo": Kind(ppo, POLICY, CLIP),
     "cispo": Kind(cispo, POLICY, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+    "gspo": Kind(gspo, (*POLICY, "sequence_ratio_mask"), CLIP),
     "dro": Kind(dro, POLICY, {"beta": 0.05}),
 }
 

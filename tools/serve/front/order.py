@@ -15,8 +15,7 @@ class Order(Generic[Item]):
         are here.
     """
 
-    def __init__(self, most_together: int):
-        self._most_together = most_together
+    def __init__(self):
         self._next: dict[str, int] = {}
         self._held: dict[str, dict[int, Item]] = {}
         self._turns: deque[str] = deque()
@@ -60,15 +59,17 @@ class Order(Generic[Item]):
     def __len__(self) -> int:
         return sum(map(len, self._held.values())) + sum(map(len, self._samples.values()))
 
-    def take(self) -> tuple[str, list[Item]] | None:
-        """Return what is next: a training client and one request of it, or a version and requests for completions; the
-        two kinds alternate where both wait. None where nothing can be begun."""
-        kinds = (self._take_samples, self._take_training)
-        for kind in kinds if self._samples_next else reversed(kinds):
-            if (taken := kind()) is not None:
-                self._samples_next = kind == self._take_training
-                return taken
-        return None
+    def take(self, most_samples: int) -> tuple[str, list[Item]] | None:
+        """Return what is next: a training client and one request of it, or a version and requests for completions. The
+        two kinds take turns where both wait. None where nothing can begin.
+
+        most_samples: largest number of requests for completions.
+        """
+        taken = (self._take_samples(most_samples) if self._samples_next else None) or self._take_training()
+        taken = taken or self._take_samples(most_samples)
+        if taken is not None:
+            self._samples_next = taken[0] in self._next
+        return taken
 
     def _take_training(self) -> tuple[str, list[Item]] | None:
         for _ in range(len(self._turns)):
@@ -83,11 +84,11 @@ class Order(Generic[Item]):
             self._turns.append(lane)
         return None
 
-    def _take_samples(self) -> tuple[str, list[Item]] | None:
-        if not self._samples:
+    def _take_samples(self, most: int) -> tuple[str, list[Item]] | None:
+        if not self._samples or most < 1:
             return None
         version, items = next(iter(self._samples.items()))
-        taken = [items.popleft() for _ in range(min(len(items), self._most_together))]
+        taken = [items.popleft() for _ in range(min(len(items), most))]
         if items:
             self._samples.move_to_end(version)
         else:

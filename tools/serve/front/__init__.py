@@ -1,0 +1,1 @@
+"""The process that talks to clients; it imports no torch."""
