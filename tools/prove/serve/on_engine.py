@@ -30,6 +30,8 @@ from isoloss.tools.prove.serve.session import (
 )
 from isoloss.tools.serve.config import ServeConfig
 
+TARGETS = {"train_attn": "attention", "train_mlp": "mlp", "train_unembed": "lm_head"}
+
 
 def play_on_engine(words: Sequence[str], clients: Sequence[Client], answered: Record) -> Record:
     """Return the numbers of a session on one rank.
@@ -40,7 +42,7 @@ def play_on_engine(words: Sequence[str], clients: Sequence[Client], answered: Re
     base, record = Engine(config.of_engine()), Record()
     for client in clients:
         shape = client.shape
-        targets = [name for name, flag in (("attention", "train_attn"), ("mlp", "train_mlp")) if shape[flag]]
+        targets = [name for flag, name in TARGETS.items() if shape[flag]]
         lora = LoraConfig(rank=shape["rank"], seed=shape["seed"], targets=tuple(targets))
         with tempfile.TemporaryDirectory(prefix="isoloss-proof-") as folder:
             Loop(base, base.adapter(lora), Path(folder), answered, record).play(client.requests)

@@ -31,8 +31,8 @@ ADAM: tuple[Mapping[str, float], ...] = (
 )
 # Rank and flags of the adapters, which clients have in turn.
 SHAPES: tuple[Mapping[str, int | bool], ...] = (
-    {"rank": 4, "seed": 1, "train_attn": True, "train_mlp": True},
-    {"rank": 8, "seed": 2, "train_attn": False, "train_mlp": True},
+    {"rank": 4, "seed": 1, "train_attn": True, "train_mlp": True, "train_unembed": False},
+    {"rank": 8, "seed": 2, "train_attn": False, "train_mlp": True, "train_unembed": True},
 )
 DATUMS = (8, 5)  # of the calls of a step
 LONGEST = 40
