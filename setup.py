@@ -27,5 +27,6 @@ setup(
         "isoloss.engine": ["config/trainers/*.toml"],
         "isoloss.tools.audit": ["page.css", "page.js"],
         "isoloss.tools.migrate": ["*.toml"],
+        "isoloss.tools.serve.front": ["page.html"],
     },
 )

@@ -14,7 +14,8 @@ import numpy as np
 from isoloss.recipes import launch
 from isoloss.tools.serve import commands, messages
 from isoloss.tools.serve.config import ServeConfig
-from isoloss.tools.serve.front import housekeeping, keys
+from isoloss.tools.serve.front import housekeeping, keys, page
+from isoloss.tools.serve.front.__main__ import main
 from isoloss.tools.serve.front.app import app_of
 from isoloss.tools.serve.front.dispatch import Dispatcher
 from isoloss.tools.serve.front.state import State
@@ -63,7 +64,8 @@ class Server:
         self.ranks = Ranks()
         self.state = State(self.config, self.ranks)  # pyright: ignore[reportArgumentType]
         self.state.recover()
-        self.dispatcher, self.app = Dispatcher(self.state), app_of(self.state)
+        self.dispatcher = Dispatcher(self.state)
+        self.app = app_of(self.state, self.dispatcher)
 
     async def post(
         self, path: str, body: Any, key: str = KEYS[0], method: str = "POST", **headers: str
@@ -82,7 +84,7 @@ class Server:
         scope = {
             "type": "http",
             "method": method,
-            "path": f"/api/v1/{path}",
+            "path": path if path == "/" else f"/api/v1/{path}",
             "headers": [(name.encode(), value.encode()) for name, value in named.items()],
             "query_string": query.encode(),
         }
@@ -317,6 +319,11 @@ def test_a_request_with_which_the_ranks_end_twice_is_refused(tmp_path):
     assert [type(each) for each in server.ranks.commands].count(commands.OptimStep) == 1
 
 
+def test_a_mistake_of_the_user_is_not_started_again(capsys):
+    assert main(["socket", "preset=tiny", "serve.max_lora_rank=0"]) == 2
+    assert "serve.max_lora_rank=0" in capsys.readouterr().err
+
+
 def test_keys_are_made_private_and_read_back(tmp_path):
     (key,) = keys.read(None, tmp_path)
     assert keys.read(None, tmp_path) == (key,)
@@ -513,3 +520,31 @@ def test_requests_that_wait_take_little_memory(tmp_path):
         return size / 2000
 
     assert run(Server(tmp_path / "s"), talk) < 2500  # bytes a request, whose body has 24,000
+
+
+def test_the_page_shows_the_owner_of_a_key_what_is_theirs(tmp_path):
+    async def talk(server: Server):
+        model = await server.client(rank=4)
+        for seq in (1, 3):
+            await server.result(await server.post("forward_backward", losses(model, seq)))
+            await server.result(await server.post("optim_step", step(model, seq + 1)))
+        path = await server.saved(model, 5, "<b>one")
+        asked = await server.post("/", b"", method="GET")
+        wrong = await server.post("/", b"key=tml-wrong")
+        right = await server.post("/", f"key={KEYS[0]}".encode())
+        pages = [(await server.post("/", b"", method="GET", cookie=f"isoloss_key={key}"))[1].decode() for key in KEYS]
+        return model, path, asked, wrong, right, pages
+
+    model, path, asked, wrong, right, (mine, of_another) = run(Server(tmp_path / "s"), talk)
+    assert [status for status, _ in (asked, wrong, right)] == [401, 401, 303]
+    assert b"none of the server" in wrong[1] and b"none of the server" not in asked[1]
+    assert b"tml-" not in wrong[1]
+    assert model in mine and path.replace("<", "&lt;").replace(">", "&gt;") in mine and "<polyline" in mine
+    assert model not in of_another and "No training client yet" in of_another
+
+
+def test_a_curve_goes_from_the_first_value_to_the_last():
+    assert page.curve([1.0]) == ""
+    assert page.curve([3.0, 1.0, 2.0]) == "2.0,2.0 80.0,34.0 158.0,18.0"
+    assert page.curve([1.0, 1.0]) == "2.0,34.0 158.0,34.0"
+    assert len(page.curve([*range(1000)]).split()) < 200

@@ -87,7 +87,7 @@ def undisturbed(server, tmp_path_factory) -> list[dict]:
 def on_the_engine() -> list[dict]:
     """Return the numbers of a session's steps, computed by a loop over the engine."""
     config, *_ = launch.compose_config("serve", ServeConfig, ["preset=tiny"])
-    engine = Engine(config.of_engine()).adapter(LoraConfig(rank=4, seed=1, targets=("attention", "mlp")))
+    engine = Engine(config.of_engine()).adapter(LoraConfig(rank=4, seed=1, targets=("attention", "mlp", "lm_head")))
     draw, numbers = np.random.default_rng(0), []
 
     def ratio(inputs):

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from concurrent.futures import Future
 from multiprocessing import Pipe
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Listener
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from isoloss.tools.serve import __main__ as supervisor
 from isoloss.tools.serve import commands
 from isoloss.tools.serve.config import ServeConfig
 from isoloss.tools.serve.front.link import Link
+from isoloss.tools.serve.ranks import __main__ as ranks_main
 from isoloss.tools.serve.ranks.inbox import Inbox
 from isoloss.tools.serve.ranks.tenants import Tenants
 from isoloss.tools.serve.wire import Datum
@@ -246,6 +247,35 @@ def test_the_front_gets_outcomes_under_the_numbers_of_its_commands(tmp_path):
     thread.join()
     (number, cancel), *_ = ended
     assert cancel == (number, commands.Cancel(""))
+
+
+def test_ranks_answer_every_command_until_the_front_ends(tmp_path):
+    address, found = str(tmp_path / "s"), {}
+    sent = [
+        commands.CreateModel("a", 2, 1, TARGETS),
+        commands.ForwardBackward("a", data(), "ppo", {}, False),
+        *(commands.Sample("", "base", asked(id)) for id in ("x", "y")),
+        *(commands.Score("", "base", (5, 6, k), 0) for k in (7, 8)),
+    ]
+
+    def front() -> None:
+        with Listener(address, "AF_UNIX") as listener, listener.accept() as connection:
+            found.update([connection.recv()])
+            for each in enumerate(sent):
+                connection.send(each)
+            found.update(connection.recv() for _ in sent)
+
+    thread = threading.Thread(target=front)
+    thread.start()
+    assert ranks_main.main([address, "preset=tiny"]) == 0
+    thread.join()
+    facts, model, refused, x, y, one, other = (found[number] for number in range(-1, len(sent)))
+    assert facts["arch"] == "qwen3"
+    assert model is None
+    assert refused == commands.Failed("datum 0 has no 'logprobs', which the loss reads; it has target_tokens, weights")
+    assert [[len(tokens) for tokens, *_ in each] for each in (x, y)] == [[4], [4]]
+    assert one.logprobs[1] == other.logprobs[1]
+    assert one.logprobs[2] != other.logprobs[2]
 
 
 @pytest.mark.parametrize(("ends", "status", "starts"), [([2], 2, 1), ([1, 1, 1], 1, 3), ([1, 2], 2, 2)])

@@ -6,7 +6,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from isoloss.tools.serve.config import ServeConfig
-from isoloss.tools.serve.front import checkpoints, housekeeping, sampling, sessions, training
+from isoloss.tools.serve.front import checkpoints, housekeeping, page, sampling, sessions, training
 from isoloss.tools.serve.front.dispatch import Dispatcher
 from isoloss.tools.serve.front.http import route
 from isoloss.tools.serve.front.link import Link
@@ -20,15 +20,14 @@ HANDLERS = {
 }
 
 
-def app_of(state: State) -> Starlette:
-    """Return the application with every path of the API."""
-    return Starlette(
-        routes=[
-            route(state, method, path, handler)
-            for method, handlers in HANDLERS.items()
-            for path, handler in handlers.items()
-        ]
-    )
+def app_of(state: State, dispatcher: Dispatcher) -> Starlette:
+    """Return the application with every path of the API, and the page."""
+    routes = [
+        route(state, method, path, handler)
+        for method, handlers in HANDLERS.items()
+        for path, handler in handlers.items()
+    ]
+    return Starlette(routes=[page.route_of(state, dispatcher), *routes])
 
 
 async def serve(config: ServeConfig, address: str) -> None:
@@ -37,7 +36,7 @@ async def serve(config: ServeConfig, address: str) -> None:
     state.recover()
     dispatcher = Dispatcher(state)
     settings = uvicorn.Config(
-        app_of(state), host=config.serve.host, port=config.serve.port, log_level="warning", access_log=False
+        app_of(state, dispatcher), host=config.serve.host, port=config.serve.port, log_level="warning", access_log=False
     )
     tasks = [
         asyncio.create_task(each)

@@ -36,7 +36,7 @@ class Dispatcher:
     def __init__(self, state: State):
         self.state, self.journal = state, state.journal
         self._sampling: dict[str, tuple[str, asyncio.Task[None]]] = {}  # version and task, by the id of a request
-        self._completions = 0  # that are sampled at present
+        self.completions = 0  # that are sampled at present
         self._steps: Counter[str] = Counter()  # of the optimizer, since the last saved state
         self._losses: Counter[str] = Counter()  # since the last step
 
@@ -50,7 +50,7 @@ class Dispatcher:
                 await self._call(commands.LoadWeights(row["id"], row["saved_folder"], True))
         say(f"isoloss-serve: {state.config.name} at http://{serve.host}:{serve.port}, ready")
         while True:
-            taken = state.order.take(2 * serve.concurrency - self._completions)
+            taken = state.order.take(2 * serve.concurrency - self.completions)
             if taken is None:
                 state.work.clear()
                 await state.work.wait()
@@ -292,7 +292,7 @@ class Dispatcher:
         """Carry out a request for completions. Raises Refusal, UserError."""
         asked = requests.read(requests.Sample, self.journal.body(entry.id))
         request = self._request_of(asked, entry)
-        self._completions += len(request.ids)
+        self.completions += len(request.ids)
         try:
             completions, scores = [], None
             if request.max_tokens:
@@ -300,7 +300,7 @@ class Dispatcher:
             if asked.prompt_logprobs or asked.topk_prompt_logprobs:
                 scores = await self._call(commands.Score("", version, request.prompt, asked.topk_prompt_logprobs))
         finally:
-            self._completions -= len(request.ids)
+            self.completions -= len(request.ids)
             self.state.work.set()
         sequences = [wire.Sampled(tokens, logprobs, finish) for tokens, logprobs, finish in completions]
         logprobs, top = None, None
