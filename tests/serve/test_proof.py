@@ -8,11 +8,12 @@ import pytest
 
 from isoloss.parallel import Layout, UserError
 from isoloss.tools.prove import __main__ as command
-from isoloss.tools.prove.serve import proof, session
+from isoloss.tools.prove.serve import proof, session, wire
 from isoloss.tools.prove.serve.connection import UNDISTURBED, Connection, Disturbance, SessionError
 from isoloss.tools.prove.serve.on_engine import play_on_engine
 from isoloss.tools.prove.serve.player import compare, play
 from isoloss.tools.prove.serve.server import Killer, Server
+from isoloss.tools.serve.wire import forward_backward_answer
 
 NAME, VOCAB, POSITIONS = "Qwen/Qwen3-8B", 2048, 1024
 WORDS = ("preset=tiny", *proof.precise("fp64"), "serve.save_every=2")
@@ -67,6 +68,34 @@ def test_killed_processes_change_no_bit(server, alone):
     found = compare(of_server(server, heard=killer.heard), alone)
     assert (found.unequal, found.first, killer.kills()) == (0, "", 1)
     assert not server.repeated_otherwise()
+
+
+def test_every_client_has_data_and_shapes_of_its_own_and_the_same_each_time():
+    first, second = clients(2)
+    tokens = [[datum.tokens for datum in client.requests[0][1].data] for client in (first, second, *clients(1))]
+    assert tokens[0] != tokens[1]
+    assert tokens[0] == tokens[2]
+    assert first.shape != second.shape
+
+
+def test_the_parts_of_a_call_are_put_together():
+    parts = [([-1.0, -2.0], 1.5), ([-4.0], 2.5)]
+    answers = [forward_backward_answer([np.array(row, np.float32)], {"loss:sum": loss}) for row, loss in parts]
+    found = wire.call_numbers(answers)
+    assert (float(found["loss"]), found["logprobs"].tolist()) == (4.0, [-1.0, -2.0, -4.0])
+
+
+def test_two_answers_to_one_request_end_the_session():
+    class Forgetful(Connection):
+        asked = 0
+
+        def _send(self, path, body, headers):
+            self.asked += 1
+            return 200, json.dumps({"request_id": self.asked}).encode()
+
+    for disturbance in (Disturbance(doubled=1.0), Disturbance(lost=1.0)):
+        with pytest.raises(SessionError, match="optim_step: a request that was sent twice got two answers"):
+            Forgetful("", "", disturbance).post("optim_step", {})
 
 
 def one(loss: float = -4.0, logprob: float = -1.5, token: int = 7) -> dict:
