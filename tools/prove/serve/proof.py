@@ -252,7 +252,7 @@ class Proof:
 
 
 def line(row: Row) -> str:
-    head = f"{'pass' if row.passed else 'FAIL'}  {row.name:44} "
+    head = f"{'pass' if row.passed else 'FAIL'}  {row.name:48} "
     against = row.against
     if against is None:
         return f"{head}{row.reason}"
