@@ -175,6 +175,19 @@ def test_calls_go_to_the_ranks_by_their_numbers_once_each(tmp_path):
     assert adam == commands.OptimStep(model, 0.1, 0.5, 0.95, 1e-12, 0.0, 0.0)
 
 
+def test_requests_that_are_sent_again_leave_nothing(tmp_path):
+    async def talk(server: Server):
+        model = await server.client(rank=4)
+        for _ in range(3):
+            done = await server.result(await server.post("optim_step", step(model, 1)))
+            assert done["metrics"] == {"grad_norm": 2.0}
+
+    server = Server(tmp_path / "s")
+    run(server, talk)
+    assert [type(each) for each in server.ranks.commands].count(commands.OptimStep) == 1
+    assert len(server.state.order) == 0
+
+
 def test_a_start_repeats_what_the_saved_state_lacks_and_answers_what_was_promised(tmp_path):
     async def first(server: Server):
         model = await server.client(rank=4)

@@ -173,6 +173,17 @@ def test_weights_without_the_optimizer_begin_their_moments_anew(engine, tmp_path
     assert torch.allclose(moved[moved > 1e-6], torch.tensor(1e-2), rtol=1e-3)
 
 
+def test_a_call_that_is_not_finite_ends_the_step_of_its_own_client_alone(engine):
+    tenants = Tenants(engine, 4)
+    for name in "ab":
+        tenants.run(commands.CreateModel(name, 4, 1, TARGETS))
+    huge = [Datum(datum.tokens, {**datum.inputs, "weights": np.full(19, 3e38, np.float32)}) for datum in data()]
+    tenants.run(losses("a"))
+    tenants.run(commands.ForwardBackward("b", huge, "cross_entropy", {}, False))
+    applied = {name: tenants.run(commands.OptimStep(name, *ADAM))["applied"] for name in "ab"}
+    assert applied == {"a": 1.0, "b": 0.0}
+
+
 def test_a_field_that_a_loss_reads_must_be_there(engine):
     tenants = Tenants(engine, 4)
     tenants.run(commands.CreateModel("a", 4, 1, TARGETS))

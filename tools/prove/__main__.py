@@ -3,15 +3,19 @@
     python -m isoloss.tools.prove --layouts "tp2,pp2,ulysses2,dp2,tp2+pp2+ring2"
     python -m isoloss.tools.prove --layouts dp2,tp2 model.path=DIR data.train=FILE batch.global_size=64
     python -m isoloss.tools.prove --layouts dp2,ring2 --loss clip algorithm.kl_coef=0.1
+    python -m isoloss.tools.prove --serve --kills 50
 
 One global batch runs under the reference layout (one rank, one micro-batch) and under every asked layout, in one
 micro-batch a rank, in about three, and one sample at a time. Loss, gradient norm and every parameter's gradient must
 agree up to rounding; the certificate is proof.json, a table and a picture, and says of every claim which runs exercised
 it. `--plant BUG` plants a known bug, and the proof must then fail where the bug shows.
+`--serve` plays a recorded session of training clients against isoloss-serve instead: over the layouts, against a loop
+over the engine, with other clients at the same time, and with answers lost and processes killed.
 Exit status: 0 every claim proved, 1 not, 2 a mistake in the arguments, the configuration or the data. With a planted
 bug: 1 it is caught where it shows, 3 it is missed, or a run fails in which it does not show.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +32,10 @@ from isoloss.tools import command_line
 if TYPE_CHECKING:
     from isoloss.tools.prove.rank_pool import WorkerPool
 
+LAYOUTS = "tp2,pp2,ulysses2,dp2,tp2+pp2+ring2"
+OF_STEPS = ("budgets", "aggregations", "loss", "plant")
+OF_SERVERS = ("kills", "seed")
+
 
 def main(argv: Sequence[str] | None = None, pool: "WorkerPool | None" = None) -> int:
     """Run the command. pool: runs the ranks; default one of its own."""
@@ -36,9 +44,15 @@ def main(argv: Sequence[str] | None = None, pool: "WorkerPool | None" = None) ->
         for override in arguments.overrides:
             if override.startswith("output_dir="):
                 raise UserError(f"{override} is the folder of a run; --out {override[11:]} is that of the certificate")
+        if arguments.serve:
+            refuse_options(arguments, OF_STEPS, "is of the proof of a step: leave it out with --serve")
+            from isoloss.tools.prove.serve import proof as proof_of_servers
+
+            return proof_of_servers.run(arguments)
+        refuse_options(arguments, OF_SERVERS, "is of the proof of isoloss-serve: add --serve")
         if argv is None:
             refuse_repeated(RLConfig, arguments.overrides)
-        layouts = [Layout.parse(text) for text in arguments.layouts.split(",")]
+        layouts = [Layout.parse(text) for text in (arguments.layouts or LAYOUTS).split(",")]
         config = configuration(arguments.loss, arguments.overrides)
         from isoloss.tools.prove import proof  # its import takes seconds: help and a mistake do not wait for it
 
@@ -50,7 +64,7 @@ def main(argv: Sequence[str] | None = None, pool: "WorkerPool | None" = None) ->
 
 def parser() -> command_line.Parser:
     parser = command_line.parser("prove", __doc__)
-    parser.add_argument("--layouts", default="tp2,pp2,ulysses2,dp2,tp2+pp2+ring2", help="layouts, separated by commas")
+    parser.add_argument("--layouts", help=f"layouts, separated by commas; default {LAYOUTS}")
     parser.add_argument(
         "--budgets",
         type=token_budgets,
@@ -66,9 +80,23 @@ def parser() -> command_line.Parser:
     )
     parser.add_argument("--precision", choices=("fp32", "fp64"), default="fp64")
     parser.add_argument("--plant", metavar="BUG", help="a known bug to plant; a wrong name lists the right ones")
-    parser.add_argument("--out", type=Path, help="folder of the certificate; default runs/proof, or runs/proof-BUG")
+    parser.add_argument(
+        "--serve", action="store_true", help="prove isoloss-serve; the keys are those of isoloss-serve then"
+    )
+    parser.add_argument("--kills", type=int, help="with --serve: times that processes get SIGKILL; default 3")
+    parser.add_argument("--seed", type=int, help="with --serve: seed of the session and of the kills; default 0")
+    parser.add_argument(
+        "--out", type=Path, help="folder of the certificate; default runs/proof, runs/proof-BUG or runs/proof-serve"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="preset=NAME and keys of the sft recipe")
     return parser
+
+
+def refuse_options(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Raise UserError where an option is given that this proof does not read."""
+    for name in names:
+        if (given := getattr(arguments, name)) is not None:
+            raise UserError(f"--{name} {given} {why}")
 
 
 def token_budgets(text: str) -> list[int]:
