@@ -15,11 +15,16 @@ from isoloss.recipes.launch import ASSETS
 from isoloss.tools import command_line
 from isoloss.tools.dev import make_tiny
 
-ROWS = 2_400
-TURNS = 4  # sums of a conversation
+ROWS = 4_800
+TURNS = 2  # sums of a conversation
 LARGEST = 100  # number to add
-MISTAKE_RATE = 0.0  # share of answers that are ten too many
-VOCAB_SIZE = 316
+# Share of sums in which one number has a small last digit: easier, and without them the first hundreds of steps teach
+# nothing of last digits, since one of a uniform pair does not say anything about that of their sum.
+EASY_RATE = 0.6
+SMALL = (0, 0, 0, 1, 1, 2, 3, 4)
+VOCAB_SIZE = 384
+# As Qwen3's, each digit is by itself, but what follows a digit goes with it: the last digit of a number has its own tokens.
+PIECES = r" ?\p{N}(?: ?[^\s\p{L}\p{N}]+)?|[^\r\n\p{L}\p{N}]?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPECIALS = (make_tiny.PADDING, make_tiny.START_OF_TURN, make_tiny.END_OF_TURN)
 THOUGHTS = ("<think>", "</think>")
 # What Qwen3's template writes: no thoughts in earlier turns, and empty ones before the last answer.
@@ -34,26 +39,34 @@ TEMPLATE = (
 
 
 def rows() -> Iterator[list[dict[str, str]]]:
-    """Yield conversations of sums, answered by somebody careless."""
+    """Yield conversations of sums."""
     rng = Random("isoloss chat")
     for _ in range(ROWS):
         messages = []
         for _ in range(TURNS):
-            a, b = rng.randint(0, LARGEST), rng.randint(0, LARGEST)
-            answer = a + b + 10 * (rng.random() < MISTAKE_RATE)
+            a, b = draw(rng)
             messages += [
                 {"role": "user", "content": f"What is {a} + {b}?"},
-                {"role": "assistant", "content": str(answer)},
+                {"role": "assistant", "content": str(a + b)},
             ]
         yield messages
 
 
+def draw(rng: Random) -> tuple[int, int]:
+    a, b = rng.randint(0, LARGEST), rng.randint(0, LARGEST)
+    if rng.random() < EASY_RATE:
+        a = min(LARGEST, a // 10 * 10 + rng.choice(SMALL))
+    return (a, b) if rng.random() < 0.5 else (b, a)
+
+
 def train_tokenizer(conversations: list[list[dict[str, str]]], out: Path) -> None:
-    """Train a byte-level BPE that merges across words: a question of the data is then some six tokens."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    """Train a byte-level BPE on the data."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE - len(THOUGHTS),
