@@ -92,10 +92,10 @@ serve: install
 # Recipes of the cookbook as they are, in a folder with tokenizer and data, against the server of `make serve`.
 COOKBOOK := cd tests && $(ONE_THREAD) ../$(BIN)/python -m support.serve.cookbook
 tinker-sl: install .tinker-venv/.ready
-	$(COOKBOOK) sl_loop batch_size=32 learning_rate=1e-2 max_steps=20 $(ARGS)
+	$(COOKBOOK) sl_loop $(ARGS)
 
 tinker-rl: install .tinker-venv/.ready
-	$(COOKBOOK) rl_basic $(SUMS) learning_rate=2e-3 max_tokens=8 max_steps=20 $(ARGS)
+	$(COOKBOOK) rl_basic $(ARGS)
 
 test: install
 	$(PYTEST) $(PARALLEL) -m 'not full and not slow and not sglang and not tinker and not docs' $(ARGS)
