@@ -13,10 +13,14 @@ from random import Random
 ASSETS = Path(__file__).parents[3] / "recipes/assets"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json")
 ROWS = {"train": 2048, "test": 64}
+SUFFIX = " Write your answer in \\boxed{} format."  # of a question of GSM8K in math_rl and rl_basic
 
 
-def make(folder: Path, model: Path, name: str = "Qwen/Qwen3-8B") -> Path:
-    """Make the folder, with the tokenizer of the model's folder under the name that recipes ask for. Return it."""
+def make(folder: Path, model: Path, name: str = "Qwen/Qwen3-8B", largest: int = 9) -> Path:
+    """Make the folder, with the tokenizer of the model's folder under the name that recipes ask for. Return it.
+
+    largest: largest number to add in the problems.
+    """
     tokenizer = folder / name
     tokenizer.mkdir(parents=True, exist_ok=True)
     for file in TOKENIZER_FILES:
@@ -25,7 +29,7 @@ def make(folder: Path, model: Path, name: str = "Qwen/Qwen3-8B") -> Path:
     for split, count in ROWS.items():
         rng = Random(split)
         questions = short_questions(split)
-        sums = [draw_sum(rng) for _ in range(count)]
+        sums = [draw_sum(rng, largest) for _ in range(count)]
         write(folder / "HuggingFaceH4/no_robots", split, ({"messages": turns(*row)} for row in questions))
         write(folder / "allenai/tulu-3-sft-mixture", split, ({"messages": turns(*row)} for row in questions))
         write(folder / "openai/gsm8k", split, (gsm8k_row(a, b) for a, b in sums))
@@ -54,8 +58,8 @@ def turns(asked: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
 
 
-def draw_sum(rng: Random) -> tuple[int, int]:
-    return rng.randrange(10), rng.randrange(10)
+def draw_sum(rng: Random, largest: int) -> tuple[int, int]:
+    return rng.randint(0, largest), rng.randint(0, largest)
 
 
 def question(a: int, b: int) -> str:
@@ -70,3 +74,13 @@ def preference_row(a: int, b: int) -> dict[str, str]:
     """Return a pair in the form of hh-rlhf: the right answer is preferred to one that is off by ten."""
     asked = f"\n\nHuman: {question(a, b)}\n\nAssistant: "
     return {"chosen": f"{asked}{a + b}", "rejected": f"{asked}{a + b + 10}"}
+
+
+def boxed_rows(largest: int, count: int, mistakes: float) -> list[dict[str, object]]:
+    """Return sums in the form in which math_rl asks those of GSM8K, answered by somebody who adds ten now and then."""
+    rng, rows = Random("boxed"), []
+    for _ in range(count):
+        a, b = rng.randint(0, largest), rng.randint(0, largest)
+        answer = a + b + 10 * (rng.random() < mistakes)
+        rows.append({"messages": turns(f"{question(a, b)}{SUFFIX}", f"\\boxed{{{answer}}}")})
+    return rows
