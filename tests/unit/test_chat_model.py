@@ -1,4 +1,4 @@
-"""The small model that `make serve` serves: what its files promise, and that the tool that made them makes them again."""
+"""The small model that `make serve` serves: what its files promise, and that its tool makes them again."""
 
 import json
 from importlib.resources import files
@@ -36,7 +36,7 @@ def test_the_answers_are_right_and_the_readme_has_the_numbers():
     asked = [turn["content"].rstrip("?").split() for turns in rows for turn in turns[::2]]
     answers = [int(turn["content"]) for turns in rows for turn in turns[1::2]]
     assert [int(words[2]) + int(words[4]) for words in asked] == answers
-    assert 0 <= min(answers) and max(answers) <= 200 and len(rows) == 4_800
+    assert min(answers) >= 0 and max(answers) <= 200 and len(rows) == 4_800
     text = (CHAT / "README.md").read_text()
     tokenizer = load_tokenizer(str(CHAT), 384)
     assert f"of {len(tokenizer):,} tokens" in text
@@ -50,6 +50,6 @@ def test_tokens_are_those_that_renderers_of_the_cookbook_ask_for():
     assert tokenizer.decode(tokens) == WRITTEN
     pieces = [tokenizer.decode([token]) for token in tokens]
     assert pieces[-8:] == ["<think>", "\n\n", "</think>", "\n\n", "7", "2", "<|im_end|>", "\n"]
-    assert [" 4", "7 +", " 2", "5?"] == pieces[pieces.index("7 +") - 1 :][:4]
+    assert pieces[pieces.index("7 +") - 1 :][:4] == [" 4", "7 +", " 2", "5?"]
     # Renderers spell special tokens out where they are content; Qwen3's thoughts are not special.
     assert not {"<think>", "</think>"} & set(tokenizer.all_special_tokens)

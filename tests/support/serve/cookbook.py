@@ -20,7 +20,7 @@ URL = "http://127.0.0.1:8000"
 SUMS = "tinker_cookbook.recipes.math_rl.arithmetic_env:ArithmeticDatasetBuilder"
 CHAT = "tinker_cookbook.recipes.chat_sl.chat_datasets:NoRobotsBuilder"
 PLAIN = "renderer_name=qwen3_disable_thinking"
-MATH = (PLAIN, "groups_per_batch=32", "group_size=8", "learning_rate=1e-2", "max_tokens=6", "eval_every=0")
+MATH = (PLAIN, "groups_per_batch=32", "group_size=8", "learning_rate=4e-3", "max_tokens=6", "eval_every=0")
 # Words that make a recipe fit the small model and data.
 SMALL: dict[str, tuple[str, ...]] = {
     "sl_loop": ("batch_size=32", "learning_rate=1e-2", "max_steps=20"),
@@ -34,13 +34,13 @@ SMALL: dict[str, tuple[str, ...]] = {
         PLAIN, "file_path=prompt_distillation/train.jsonl", "batch_size=64", "learning_rate=5e-3", "max_steps=20",
     ),
     "rl_loop": (
-        "loss_fn=importance_sampling", "batch_size=16", "group_size=8", "learning_rate=1e-2", "max_tokens=24",
+        "loss_fn=importance_sampling", "batch_size=16", "group_size=8", "learning_rate=4e-3", "max_tokens=24",
         "max_steps=20",
     ),
     "rl_basic": (
         PLAIN, f"dataset_builder={SUMS}", "dataset_builder.batch_size=32", "dataset_builder.group_size=8",
         "dataset_builder.n_batches=100", "dataset_builder.renderer_name=qwen3_disable_thinking",
-        f"dataset_builder.model_name_for_tokenizer={NAME}", "learning_rate=1e-2", "max_tokens=6", "max_steps=20",
+        f"dataset_builder.model_name_for_tokenizer={NAME}", "learning_rate=4e-3", "max_tokens=6", "max_steps=20",
     ),
     "math_rl.train": (*MATH, "loss_fn=importance_sampling", "max_steps=20"),
     "preference.dpo.train": (
@@ -48,7 +48,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     ),
     "distillation.on_policy_distillation": (
         PLAIN, "dataset=deepmath", f"teacher_model={NAME}", "groups_per_batch=16", "group_size=4", "max_tokens=8",
-        "learning_rate=1e-2", "lora_rank=32", "eval_every=0", "max_steps=20",
+        "learning_rate=4e-3", "lora_rank=32", "eval_every=0", "max_steps=20",
     ),
 }  # fmt: skip
 SERVED, SERVER, FOLDER = ROOT / "runs/sft-chat/hf", ROOT / "runs/serve", ROOT / "runs/tinker"
@@ -62,7 +62,8 @@ def run_recipe(name: str, words: Sequence[str], folder: Path, environment: Mappi
     command = [str(PYTHON), "-m", f"tinker_cookbook.recipes.{name}", f"model_name={NAME}", *words]
     # Recipes that ask whether to go on in a folder that is there already are told to.
     ran = subprocess.run(
-        command, cwd=folder, env=environment, input="resume\n", text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, cwd=folder, env=environment, input="resume\n", text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert ran.returncode == 0, f"{' '.join(command)}\n{ran.stdout[-4000:]}"
     return ran.stdout
