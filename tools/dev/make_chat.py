@@ -23,7 +23,7 @@ LARGEST = 100  # number to add
 EASY_RATE = 0.6
 SMALL = (0, 0, 0, 1, 1, 2, 3, 4)
 VOCAB_SIZE = 384
-# As Qwen3's, each digit is by itself, but what follows a digit goes with it: the last digit of a number has its own tokens.
+# Each digit is by itself, as in Qwen3, but what follows it goes with it: the last digit of a number has its own tokens.
 PIECES = r" ?\p{N}(?: ?[^\s\p{L}\p{N}]+)?|[^\r\n\p{L}\p{N}]?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPECIALS = (make_tiny.PADDING, make_tiny.START_OF_TURN, make_tiny.END_OF_TURN)
 THOUGHTS = ("<think>", "</think>")
@@ -76,7 +76,7 @@ def train_tokenizer(conversations: list[list[dict[str, str]]], out: Path) -> Non
     )
     text = (part for turns in conversations for turn in turns for part in (f"{turn['role']}\n", turn["content"]))
     tokenizer.train_from_iterator((*text, *["\n\n"] * ROWS), trainer)
-    # As Qwen3 has them: tokens of their own, but not special ones, which renderers of the cookbook spell out in content.
+    # As Qwen3 has them: tokens, but not special ones, which renderers of the cookbook spell out in content.
     tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in THOUGHTS])
     make_tiny.save_tokenizer(tokenizer, out)
     (out / "chat_template.jinja").write_text(TEMPLATE)
