@@ -29,7 +29,7 @@ GSM8K = (
 
 @dataclass(frozen=True)
 class Place:
-    """A server of a small model that was fine-tuned on sums of digits, and the folder where recipes run."""
+    """A server of a small model that was fine-tuned to add 1 to a digit, and the folder where recipes run."""
 
     server: Server
     folder: Path
@@ -44,10 +44,10 @@ class Place:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("recipes")
-    data = write_rows(folder / "sft.jsonl", offline.boxed_rows(largest=4, count=2048, mistakes=0.7))
-    words = ["preset=chat", f"data.train={data}", "train.steps=60", "optim.lr=8e-3", f"output_dir={folder}/sft"]
+    data = write_rows(folder / "sft.jsonl", offline.boxed_rows((1,), count=2048, mistakes=0.7))
+    words = ["preset=chat", f"data.train={data}", "train.steps=150", "optim.lr=1.5e-2", f"output_dir={folder}/sft"]
     assert launch.main("sft", words) == 0
-    offline.make(folder, folder / "sft/hf", largest=4)
+    offline.make(folder, folder / "sft/hf", second=(1,))
     server = Server(folder / "serve", f"model.path={folder}/sft/hf", "model.from_scratch=false")
     server.wait()
     yield Place(server, folder)

@@ -12,14 +12,15 @@ from random import Random
 
 ASSETS = Path(__file__).parents[3] / "recipes/assets"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json")
+DIGITS = range(10)
 ROWS = {"train": 2048, "test": 64}
 SUFFIX = " Write your answer in \\boxed{} format."  # of a question of GSM8K in math_rl and rl_basic
 
 
-def make(folder: Path, model: Path, name: str = "Qwen/Qwen3-8B", largest: int = 9) -> Path:
+def make(folder: Path, model: Path, name: str = "Qwen/Qwen3-8B", second: Sequence[int] = DIGITS) -> Path:
     """Make the folder, with the tokenizer of the model's folder under the name that recipes ask for. Return it.
 
-    largest: largest number to add in the problems.
+    second: what the second number of a sum may be.
     """
     tokenizer = folder / name
     tokenizer.mkdir(parents=True, exist_ok=True)
@@ -29,7 +30,7 @@ def make(folder: Path, model: Path, name: str = "Qwen/Qwen3-8B", largest: int = 
     for split, count in ROWS.items():
         rng = Random(split)
         questions = short_questions(split)
-        sums = [draw_sum(rng, largest) for _ in range(count)]
+        sums = [draw_sum(rng, second) for _ in range(count)]
         write(folder / "HuggingFaceH4/no_robots", split, ({"messages": turns(*row)} for row in questions))
         write(folder / "allenai/tulu-3-sft-mixture", split, ({"messages": turns(*row)} for row in questions))
         write(folder / "openai/gsm8k", split, (gsm8k_row(a, b) for a, b in sums))
@@ -58,8 +59,8 @@ def turns(asked: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
 
 
-def draw_sum(rng: Random, largest: int) -> tuple[int, int]:
-    return rng.randint(0, largest), rng.randint(0, largest)
+def draw_sum(rng: Random, second: Sequence[int]) -> tuple[int, int]:
+    return rng.choice(DIGITS), rng.choice(second)
 
 
 def question(a: int, b: int) -> str:
@@ -76,11 +77,11 @@ def preference_row(a: int, b: int) -> dict[str, str]:
     return {"chosen": f"{asked}{a + b}", "rejected": f"{asked}{a + b + 10}"}
 
 
-def boxed_rows(largest: int, count: int, mistakes: float) -> list[dict[str, object]]:
+def boxed_rows(second: Sequence[int], count: int, mistakes: float) -> list[dict[str, object]]:
     """Return sums in the form in which math_rl asks those of GSM8K, answered by somebody who adds ten now and then."""
     rng, rows = Random("boxed"), []
     for _ in range(count):
-        a, b = rng.randint(0, largest), rng.randint(0, largest)
+        a, b = draw_sum(rng, second)
         answer = a + b + 10 * (rng.random() < mistakes)
         rows.append({"messages": turns(f"{question(a, b)}{SUFFIX}", f"\\boxed{{{answer}}}")})
     return rows
