@@ -33,16 +33,20 @@ PARALLEL := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 # The model that `make grpo` and `make dapo` start from: fine-tuned on careless demonstrations, once for both.
 SORT := runs/sft-sort
+# The model that `make serve` serves, fine-tuned once, and where recipes of the cookbook run against it.
+CHAT := runs/sft-chat
 # The folder of a run: the one that ARGS names, else the newest of its recipe.
 RUN_FOLDER = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),$$(ls -td runs/$@-*/ | head -n 1))
 
-.PHONY: help install environments sft grpo dapo test test-newer test-newer-cpu newer test-all coverage mutants fresh-mutants chaos soak slowest budget test-docs test-sglang test-tinker prove-all bench bench-rl lint links types docs clean
+.PHONY: help install environments sft grpo dapo serve tinker-sl tinker-rl test test-newer test-newer-cpu newer test-all coverage mutants fresh-mutants chaos soak slowest budget test-docs test-sglang test-tinker prove-all bench bench-rl lint links types docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make sft        supervised fine-tuning of a small model on the shipped text; ARGS='train.steps=20 ...' overrides keys"
 	@echo "make grpo       reinforcement learning (GRPO) of a small model that was fine-tuned first, with its reward curve"
 	@echo "make dapo       the same with DAPO: dynamic sampling, clip-higher, overlong shaping"
+	@echo "make serve      a server of the Tinker API with a small model that was fine-tuned first; make tinker-sl, make tinker-rl:"
+	@echo "                recipes sl_loop and rl_basic of the tinker-cookbook against it, from another terminal"
 	@echo "make test       the quick CPU tests: every claim once, ten minutes on two cores"
 	@echo "make test-all   those and the others;  make slowest: the slowest tests of the last run;  make budget: what they may take"
 	@echo "make test-newer   the quick tests with $(NEWER), in an environment of its own, if there is a Python 3.12"
@@ -79,6 +83,19 @@ grpo dapo: install
 	else $(RUN) -m isoloss.recipes.sft preset=sort output_dir=$(SORT) checkpoint.resume=true; fi
 	$(RUN) -m isoloss.recipes.$@ $(ARGS)
 	@$(BIN)/python -m isoloss.tools.reward_curve "$(RUN_FOLDER)"
+
+serve: install
+	@if [ -d $(CHAT)/hf ]; then echo "$(CHAT)/hf is there: not fine-tuned again"; \
+	else $(RUN) -m isoloss.recipes.sft preset=chat output_dir=$(CHAT) checkpoint.resume=true; fi
+	$(ONE_THREAD) $(BIN)/python -m isoloss.tools.serve preset=chat $(ARGS)
+
+# Recipes of the cookbook as they are, in a folder with tokenizer and data, against the server of `make serve`.
+COOKBOOK := cd tests && $(ONE_THREAD) ../$(BIN)/python -m support.serve.cookbook
+tinker-sl: install .tinker-venv/.ready
+	$(COOKBOOK) sl_loop $(ARGS)
+
+tinker-rl: install .tinker-venv/.ready
+	$(COOKBOOK) rl_basic $(ARGS)
 
 test: install
 	$(PYTEST) $(PARALLEL) -m 'not full and not slow and not sglang and not tinker and not docs' $(ARGS)

@@ -1,18 +1,14 @@
 """Tinker's own SDK, unmodified, against real servers: numbers of the engine, whatever dies meanwhile."""
 
 import json
-import os
-import signal
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
+from support.serve.server import PYTHON, Server
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.step.engine import Engine
@@ -22,8 +18,6 @@ from isoloss.parallel.aggregation import Aggregation
 from isoloss.recipes import launch
 from isoloss.tools.serve.config import ServeConfig
 
-ROOT = Path(__file__).parents[2]
-PYTHON = ROOT / ".tinker-venv/bin/python"
 STEPS = 24
 
 pytestmark = [
@@ -33,40 +27,10 @@ pytestmark = [
 ]
 
 
-class Server:
-    """A server of the shipped model in processes of its own."""
-
-    def __init__(self, folder: Path, *words: str):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.folder, self.url, self.log = folder, f"http://127.0.0.1:{port}", folder.with_suffix(".log")
-        command = [sys.executable, "-m", "isoloss.tools.serve", "preset=tiny", f"serve.port={port}"]
-        command += [f"output_dir={folder}", *words]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-    def wait(self) -> None:
-        while "ready" not in self.log.read_text():
-            assert self.process.poll() is None, self.log.read_text()
-            time.sleep(0.2)
-
-    def start_session(self, out: Path) -> subprocess.Popen:
-        key = (self.folder / "api_key").read_text().strip()
-        environment = {**os.environ, "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
-        script = Path(__file__).with_name("session.py")
-        return subprocess.Popen([PYTHON, script, self.url, key, out, str(STEPS)], env=environment)
-
-    def kill(self, module: str) -> None:
-        """Kill the processes of a module with SIGKILL."""
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            if f"isoloss.tools.serve.{module}" in " ".join(child.cmdline()):
-                child.kill()
-
-    def close(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(60) == 0
-        assert "another result" not in self.log.read_text()
+def start_session(server: Server, out: Path) -> subprocess.Popen:
+    script = Path(__file__).with_name("session.py")
+    key = server.environment["TINKER_API_KEY"]
+    return subprocess.Popen([PYTHON, script, server.url, key, out, str(STEPS)], env=server.environment)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +44,7 @@ def server(tmp_path_factory):
 @pytest.fixture(scope="module")
 def undisturbed(server, tmp_path_factory) -> list[dict]:
     out = tmp_path_factory.mktemp("numbers") / "out.json"
-    assert server.start_session(out).wait(240) == 0
+    assert start_session(server, out).wait(240) == 0
     return json.loads(out.read_text())
 
 
@@ -144,7 +108,7 @@ def test_a_session_has_the_bits_of_a_loop_on_the_engine(undisturbed):
 
 def test_two_clients_and_dying_processes_change_no_bit(server, undisturbed, tmp_path):
     outs = [tmp_path / f"{k}.json" for k in range(2)]
-    clients = [server.start_session(out) for out in outs]
+    clients = [start_session(server, out) for out in outs]
     for module, seconds in (("ranks", 7), ("front", 18)):
         time.sleep(seconds)
         server.kill(module)
