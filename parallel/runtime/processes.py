@@ -11,12 +11,16 @@ This module needs the standard library alone.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
+
+PR_SET_PDEATHSIG = 1  # of prctl
 
 
 class Helper:
@@ -73,3 +77,12 @@ def tie(lifeline: int, whom: int) -> None:
     if hasattr(fcntl, "F_SETSIG"):  # other systems send SIGIO, which also ends a process by default
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def end_with_parent() -> None:
+    """Let the system kill this process when the one that started it ends; for a rank, whose launcher gives it a session
+    of its own, which a lifeline of the launcher does not reach. Does nothing where the system is not Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:  # it has ended already
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -103,3 +103,19 @@ def three_of(pid: int) -> list[psutil.Process]:
     """The helper and its two commands, once they are there."""
     family = psutil.Process(pid).children(recursive=True)
     return family if sum(command_line(each).startswith("sleep") for each in family) == 2 else []
+
+
+CHILD = (
+    "import time; from isoloss.parallel.runtime import processes; processes.end_with_parent(); print('up', flush=True)"
+)
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], start_new_session=True)"
+
+
+def test_a_rank_in_a_session_of_its_own_ends_with_its_launcher():
+    child = f"{CHILD}; time.sleep(600)"
+    launcher = subprocess.Popen([sys.executable, "-c", PARENT, child], stdout=subprocess.PIPE)
+    assert launcher.stdout is not None and launcher.stdout.readline() == b"up\n"
+    (rank,) = psutil.Process(launcher.pid).children()
+    launcher.kill()
+    launcher.wait()
+    until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)

@@ -211,6 +211,27 @@ def test_a_start_repeats_what_the_saved_state_lacks_and_answers_what_was_promise
     assert kinds == ["CreateModel", "LoadWeights", "ForwardBackward", "ForwardBackward", "OptimStep"]
 
 
+def test_a_start_does_not_load_again_what_a_path_has_by_now(tmp_path):
+    async def first(server: Server):
+        source, model = await server.client(rank=4), await server.client(rank=4)
+        path = await server.saved(source, 1, "one")
+        load = {"model_id": model, "seq_id": 1, "path": path, "optimizer": True}
+        assert "error" not in await server.result(await server.post("load_weights", load))
+        await server.saved(source, 2, "one", overwrite=True)
+        return source, model
+
+    async def second(server: Server):
+        return await server.result(await server.post("optim_step", step(model, 2)))
+
+    one = Server(tmp_path / "s")
+    _, model = run(one, first)
+    one.state.journal.close()
+    two = Server(tmp_path / "s")
+    assert "error" not in run(two, second)
+    loads = [each for each in two.ranks.commands if isinstance(each, commands.LoadWeights)]
+    assert [(each.model_id, "states" in each.folder) for each in loads] == [(model, True)]
+
+
 def test_a_snapshot_is_sampled_and_a_saved_one_loaded(tmp_path):
     async def talk(server: Server):
         model = await server.client(rank=4)

@@ -168,6 +168,8 @@ class Dispatcher:
             await self._call(self._create(entry.lane))
         await self._call(commands.LoadWeights(entry.lane, row["folder"], asked.optimizer))
         self.state.finish_json(entry, type="load_weights", path=asked.path, model_id=entry.lane)
+        # A restart must not load again: by then the path may have other weights, or none.
+        await self._save_state(entry)
 
     async def _save_weights_for_sampler(self, entry: Entry, body: bytes) -> None:
         asked, lane, journal = requests.read(requests.SaveForSampler, body), entry.lane, self.journal

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from isoloss.engine.instruments import startup, watchdog
 from isoloss.parallel import UserError
+from isoloss.parallel.runtime import processes
 from isoloss.recipes import launch
 from isoloss.tools.serve import commands
 from isoloss.tools.serve.config import ServeConfig
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out commands until the front closes the connection. Return the exit status."""
     address, *words = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        processes.end_with_parent()
     try:
         config, *_ = launch.compose_config("serve", ServeConfig, words)
         startup.prepare(config)
