@@ -118,4 +118,4 @@ def test_a_rank_in_a_session_of_its_own_ends_with_its_launcher():
     (rank,) = psutil.Process(launcher.pid).children()
     launcher.kill()
     launcher.wait()
-    until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
+    until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, "the rank ends")
