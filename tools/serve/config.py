@@ -66,6 +66,12 @@ class ServeKeys(Keys, group="serve"):
     max_samples: int = key(1024, "Completions of a request.", at_least=1)
     max_tokens: int = key(1 << 20, "Tokens of a sample.", at_least=1)
     chunk_bytes: int = key(5_000_000, "Bytes of such a part.", at_least=1)
+    sglang_servers: tuple[str, ...] = key(
+        (),
+        "Addresses of SGLang servers of the same model, started with --enable-lora, which sample instead of the ranks; "
+        "they read adapters from output_dir.",
+    )
+    sglang_timeout: float = key(600.0, "Seconds that a completion of an SGLang server may take.", above=0.0)
     concurrency: int = key(256, "Completions that are decoded together.", at_least=1)
 
 

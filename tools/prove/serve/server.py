@@ -42,6 +42,11 @@ class Server:
         self._command = [sys.executable, "-m", SERVER, *words, *own]
         self._helper = self._start()
 
+    @property
+    def pid(self) -> int:
+        """Return the id of the process that starts the others."""
+        return self._helper.pid
+
     def __enter__(self) -> "Server":
         return self
 

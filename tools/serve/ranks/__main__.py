@@ -4,6 +4,7 @@ torchrun --nproc_per_node N -m isoloss.tools.serve.ranks SOCKET key=value ...
 """
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Client
@@ -41,13 +42,19 @@ def serve(address: str, config: ServeConfig) -> None:
     from isoloss.engine.step.engine import Engine
     from isoloss.parallel.rank0 import RankZero
     from isoloss.tools.serve.ranks.inbox import Inbox
+    from isoloss.tools.serve.ranks.servers import VersionServers
     from isoloss.tools.serve.ranks.tenants import Tenants
 
     engine = Engine(config.of_engine())
-    tenants = Tenants(engine, config.serve.concurrency)
-    rank0, inbox = RankZero(patient=watchdog.patient), None
+    rank0, inbox, keys = RankZero(patient=watchdog.patient), None, config.serve
+    servers = VersionServers(keys.sglang_servers, keys.sglang_timeout, keys.concurrency)
+    rank0.run(servers.check)
+    folder = config.folder / "sglang" if keys.sglang_servers else None
+    if folder is not None and rank0.here:
+        shutil.rmtree(folder, ignore_errors=True)  # of a process that died meanwhile
+    tenants = Tenants(engine, keys.concurrency, folder, servers.load, servers.drop)
     if rank0.here:
-        inbox = Inbox(Client(address, "AF_UNIX"))
+        inbox = Inbox(Client(address, "AF_UNIX"), servers.sample if keys.sglang_servers else None)
         inbox.send(-1, facts_of(engine))
     while (batch := rank0.run(lambda: _next(inbox))) is not None:
         command, outcomes = batch[0][1], []

@@ -2,9 +2,10 @@
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 
@@ -13,14 +14,18 @@ from isoloss.parallel import UserError
 from isoloss.tools.serve.commands import Cancel, Command, Failed, Sample, SampleRequest, Score
 
 Numbered = tuple[int, Command]
+Ended = Callable[[], None]
 Begin = Callable[[SampleRequest], list[Future[Completion]]]
 
 
 class Inbox:
-    """A thread takes the commands from the connection. Outcomes go back under the numbers of their commands."""
+    """A thread takes the commands from the connection. Outcomes go back under the numbers of their commands.
 
-    def __init__(self, connection: Connection):
-        self._connection = connection
+    elsewhere: starts samples that the ranks do not compute, while these do other work; None where they compute all.
+    """
+
+    def __init__(self, connection: Connection, elsewhere: Callable[[Sample], list[Future[Completion]]] | None = None):
+        self._connection, self._elsewhere = connection, elsewhere
         # Re-entrant: a future that is cancelled calls back at once.
         self._changed = threading.Condition(threading.RLock())
         self._waiting: deque[Numbered | None] = deque()
@@ -29,6 +34,7 @@ class Inbox:
         self._begin: Begin | None = None
         self._running: dict[int, list[Future[Completion]]] = {}
         self._ids: set[str] = set()
+        self._local: set[int] = set()  # of these the commands that the ranks compute
         self._goal: Future[None] = Future()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -79,31 +85,51 @@ class Inbox:
 
     def _join(self, number: int, command: Command) -> None:
         assert isinstance(command, Sample) and self._begin is not None
+        ids = command.request.ids
+
+        def ended() -> None:
+            self._ids.difference_update(ids)
+            self._local.discard(number)
+            self._end_if_done()
+
+        self._ids.update(ids)
+        self._local.add(number)
+        self._start(number, command.request, self._begin, ended)
+
+    def _start(self, number: int, request: Any, begin: Callable[[Any], list[Future[Completion]]], ended: Ended) -> None:
+        """Begin with the completions of a command; send them once all are there, and call `ended`."""
         try:
-            futures = self._begin(command.request)
+            futures = begin(request)
         except UserError as error:
             self.send(number, Failed(str(error)))
+            ended()
             return
         self._running[number] = futures
-        self._ids.update(command.request.ids)
         left = len(futures)
 
-        def ended(_: Future[Completion]) -> None:
+        def one_ended(_: Future[Completion]) -> None:
             nonlocal left
             with self._changed:
                 left -= 1
                 if left == 0:
-                    self._ids.difference_update(command.request.ids)
                     del self._running[number]
-                    if not any(future.cancelled() or future.exception() for future in futures):
-                        self.send(number, [_numbers(future.result()) for future in futures])
-                    self._end_if_done()
+                    self._send_completions(number, futures)
+                    ended()
 
         for future in futures:
-            future.add_done_callback(ended)
+            future.add_done_callback(one_ended)
+
+    def _send_completions(self, number: int, futures: Sequence[Future[Completion]]) -> None:
+        if any(future.cancelled() for future in futures):
+            return
+        failures = [error for future in futures if (error := future.exception()) is not None]
+        if not failures:
+            self.send(number, [_numbers(future.result()) for future in futures])
+        elif isinstance(failures[0], UserError):  # others end the ranks
+            self.send(number, Failed(str(failures[0])))
 
     def _end_if_done(self) -> None:
-        if not self._running and self._version is not None:
+        if not self._local and self._version is not None:
             self._version = None
             self._goal.set_result(None)
 
@@ -116,6 +142,8 @@ class Inbox:
             with self._changed:
                 if isinstance(command, Cancel):
                     self._cancel(number)
+                elif isinstance(command, Sample) and self._elsewhere is not None:
+                    self._start(number, command, self._elsewhere, lambda: None)
                 elif command is not None and not self._waiting and self._may_join(command):
                     self._join(number, command)
                 else:

@@ -39,13 +39,21 @@ class Sampler:
         return found
 
     def _begin(self, request: commands.SampleRequest) -> list[Future[Completion]]:
-        sampling = Sampling(
-            max_new_tokens=request.max_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            stop_token_ids=request.stop_token_ids,
-            seed=request.seed,
-            top_k=request.top_k,
-            stop=request.stop,
-        )
-        return [self.backend.submit(Request(id, request.prompt), sampling) for id in request.ids]
+        sampling = rules_of(request)
+        return [self.backend.submit(each, sampling) for each in requests_of(request)]
+
+
+def rules_of(request: commands.SampleRequest) -> Sampling:
+    return Sampling(
+        max_new_tokens=request.max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        stop_token_ids=request.stop_token_ids,
+        seed=request.seed,
+        top_k=request.top_k,
+        stop=request.stop,
+    )
+
+
+def requests_of(request: commands.SampleRequest) -> list[Request]:
+    return [Request(id, request.prompt) for id in request.ids]

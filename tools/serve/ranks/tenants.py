@@ -3,13 +3,17 @@
 Every method is collective over the world. Shape suffix: T tokens of one sample.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from torch import Tensor
 
+from isoloss.engine.instruments import watchdog
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.versions import WeightVersions
 from isoloss.models.lora.config import LoraConfig
+from isoloss.parallel import UserError
+from isoloss.parallel.rank0 import RankZero
 from isoloss.tools.serve import commands
 from isoloss.tools.serve.commands import BASE
 from isoloss.tools.serve.ranks.losses import kind_of, loss_of
@@ -21,9 +25,21 @@ class Tenants:
     """Carries out the commands of training clients.
 
     engine: the frozen model; its own adapter is never trained.
+    publish: gives every version, whose folder it gets, to servers that sample; called on rank 0.
+    folder: parent of such folders; None where the ranks sample.
+    forget: lets the servers forget a version; called on rank 0.
     """
 
-    def __init__(self, engine: Engine, concurrency: int):
+    def __init__(
+        self,
+        engine: Engine,
+        concurrency: int,
+        folder: Path | None = None,
+        publish: Callable[[str, Path], None] = lambda version, folder: None,
+        forget: Callable[[str], None] = lambda version: None,
+    ):
+        self._folder, self._publish, self._forget = folder, publish, forget
+        self._rank0 = RankZero(patient=watchdog.patient) if folder is not None else None
         self._base, self._concurrency = engine, concurrency
         self._models: dict[str, Engine] = {}
         # The keys of a version's adapter, and its number among the copies.
@@ -90,6 +106,7 @@ class Tenants:
         engine = self._models[model_id]
         lora = engine.config.lora
         self._note(version, LoraConfig(rank=lora.rank, targets=lora.targets), self._copies.take(engine))
+        self._send(version)
 
     def load_version(self, version: str, folder: str, rank: int, targets: tuple[str, ...]) -> None:
         lora = LoraConfig(rank=rank, targets=targets)
@@ -97,10 +114,25 @@ class Tenants:
         engine.load(folder)
         self._note(version, lora, self._copies.take(engine))
         self._sampler_of(lora).version = version
+        self._send(version)
+
+    def _send(self, version: str) -> None:
+        """Give a version to the servers that sample. Raises UserError, and the version is forgotten."""
+        if self._rank0 is None or self._folder is None:
+            return
+        folder = self._folder / str(self._versions[version][1])
+        try:
+            self.sampler(version).engine.export_adapter(folder)
+            self._rank0.run(lambda: self._publish(version, folder))
+        except UserError:
+            self.drop_version(version)
+            raise
 
     def drop_version(self, version: str) -> None:
         lora, number = self._versions.pop(version)
         self._copies.drop(number)
+        if self._rank0 is not None:
+            self._rank0.run(lambda: self._forget(version))
         if (sampler := self._samplers.get(lora)) is not None and sampler.version == version:
             sampler.version = ""
 
