@@ -49,7 +49,7 @@ def serve(address: str, config: ServeConfig) -> None:
     rank0, inbox, keys = RankZero(patient=watchdog.patient), None, config.serve
     servers = VersionServers(keys.sglang_servers, keys.sglang_timeout, keys.concurrency)
     rank0.run(servers.check)
-    folder = config.folder / "sglang" if keys.sglang_servers else None
+    folder = (config.folder / "sglang").resolve() if keys.sglang_servers else None
     if folder is not None and rank0.here:
         shutil.rmtree(folder, ignore_errors=True)  # of a process that died meanwhile
     tenants = Tenants(engine, keys.concurrency, folder, servers.load, servers.drop)
