@@ -64,6 +64,7 @@ def test_sl_loop_learns(place):
     assert len(losses) == 6 and losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.slow  # a minute and a half on a quiet machine
 def test_rl_basic_learns(place):
     words = ("learning_rate=4e-3", "max_tokens=16", "renderer_name=qwen3_disable_thinking", "max_steps=10")
     log = place.run("rl_basic", "rl_basic", *GSM8K, *words)
