@@ -74,8 +74,12 @@ class Server:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         sent: list[dict] = []
 
+        left = [raw]
+
         async def receive():
-            return {"type": "http.request", "body": raw, "more_body": False}
+            if not left:
+                await asyncio.Event().wait()  # the client stays
+            return {"type": "http.request", "body": left.pop(), "more_body": False}
 
         async def send(message):
             sent.append(message)

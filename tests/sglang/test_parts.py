@@ -8,6 +8,7 @@ import pickletools
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import psutil
@@ -154,16 +155,24 @@ def test_a_handle_opens_elsewhere_without_our_code():
     """Its pickle names SGLang's class and torch's, nothing of isoloss, and holds no weights."""
     weight = torch.randn(300, 40)
     flat = flatten([("a.weight", weight), ("b.bias", torch.arange(5.0).bfloat16())])
+    before = get_sharing_strategy()
     handle = serialize(flat)
     raw = base64.b64decode(handle)
     classes = {arg for opcode, arg, _ in pickletools.genops(raw) if opcode.name == "GLOBAL"}
     assert "sglang.srt.weight_sync.tensor_bucket FlattenedTensorMetadata" in classes
     assert all(name.split(".")[0].split()[0] in ("sglang", "torch", "_codecs", "collections") for name in classes)
     assert len(raw) < weight.nbytes / 10
-    assert get_sharing_strategy() == "file_descriptor"  # as before
+    assert get_sharing_strategy() == before
     opened = Unpickler(io.BytesIO(raw)).load()
     part = next(part for part in opened["metadata"] if part.name == "a.weight")
     assert torch.equal(opened["flattened_tensor"][part.start_idx : part.end_idx].view(part.dtype).view(300, 40), weight)
+
+
+def test_threads_leave_the_sharing_strategy_of_the_process():
+    before, flat = get_sharing_strategy(), flatten([("a.weight", torch.randn(3, 4))])
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: serialize(flat), range(400)))
+    assert get_sharing_strategy() == before
 
 
 def test_our_address_as_a_server_sees_it():

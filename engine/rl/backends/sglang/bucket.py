@@ -2,6 +2,7 @@
 
 import base64
 import io
+import threading
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pickle import Pickler
@@ -14,6 +15,7 @@ from torch.multiprocessing import get_sharing_strategy, reductions, set_sharing_
 from isoloss.engine.rl.backends.protocol import Bucket
 
 METADATA_MODULE = "sglang.srt.weight_sync.tensor_bucket"
+_STRATEGY = threading.Lock()
 DEVICE = 6  # position of the device among the arguments of torch's rebuild_cuda_tensor
 
 
@@ -55,15 +57,16 @@ def serialize(bucket: FlatBucket, *, in_memory: bool = True) -> str:
     The pickle names SGLang's class for the layout, which need not be installed here. In protocol 2 a class is spelt
     out as "c<module>\\n<name>\\n", without a length before it, so the module can be exchanged in the bytes.
     """
-    strategy = get_sharing_strategy()
-    # The default strategy passes a file descriptor by a socket that only our own children may open.
-    set_sharing_strategy("file_system")
-    try:
-        buffer = io.BytesIO()
-        pickler = _Pickler(buffer, 2) if in_memory else Pickler(buffer, 2)
-        pickler.dump({"flattened_tensor": bucket.flat_bytes, "metadata": list(bucket.layout)})
-    finally:
-        set_sharing_strategy(strategy)
+    with _STRATEGY:  # of the process: of two threads the second would take the first one's for what was before
+        strategy = get_sharing_strategy()
+        # The default strategy passes a file descriptor by a socket that only our own children may open.
+        set_sharing_strategy("file_system")
+        try:
+            buffer = io.BytesIO()
+            pickler = _Pickler(buffer, 2) if in_memory else Pickler(buffer, 2)
+            pickler.dump({"flattened_tensor": bucket.flat_bytes, "metadata": list(bucket.layout)})
+        finally:
+            set_sharing_strategy(strategy)
     ours, theirs = (f"c{module}\nFlattenedTensorMetadata\n".encode() for module in (__name__, METADATA_MODULE))
     return base64.b64encode(buffer.getvalue().replace(ours, theirs)).decode()
 
