@@ -61,7 +61,7 @@ class Client:
         stepped = self.connection.post("optim_step", {**self._numbered(), "adam_params": ADAM})
         found = wire.call_numbers([self.connection.result(passed["request_id"])])
         self.connection.result(stepped["request_id"])
-        return float(found["loss"][0])
+        return float(found["loss"])
 
     def sampler(self) -> str:
         return self._result("save_weights_for_sampler", {**self._numbered(), "sampling_session_seq_id": 0})[

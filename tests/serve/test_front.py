@@ -490,8 +490,12 @@ def test_clients_that_are_gone_leave_nothing_in_memory(tmp_path):
         await housekeeping.look(server.state, server.dispatcher, start + 130)
         assert "has ended" in (await server.result(running))["error"]
         assert (await server.post("optim_step", step(finished, 1)))[0] == 404
+        polled = await server.post("asample", sample(sampler, 1))
+        server.state.heard[silent.split(":")[0]] = start + 150  # as if the client asked for the result
+        await housekeeping.look(server.state, server.dispatcher, start + 200)
+        assert server.state.journal.answer(polled[1]["request_id"]) is None
         assert (await server.post("retrieve_future", {"request_id": held[1]["request_id"]}, method="HEAD"))[0] == 405
-        await housekeeping.look(server.state, server.dispatcher, start + 3700)
+        await housekeeping.look(server.state, server.dispatcher, start + 3800)
         await server.post("session_heartbeat", {"session_id": living.split(":")[0]})
         assert len(server.state.journal.rows("models", dropped=0)) == 0
         assert server.state.journal.rows("versions") == []

@@ -27,7 +27,7 @@ async def look(state: State, dispatcher: Dispatcher, now: float) -> None:
         if row["expires"] is not None and row["expires"] <= now:
             checkpoints.remove(state, row)
     for row in state.journal.open_sessions():
-        silent = now - max(row["seen"], state.started)
+        silent = now - max(row["seen"], state.started, state.heard.get(row["id"], 0.0))
         finished = row["finished"] and not state.journal.pending(row["id"])
         if finished or silent > state.config.serve.session_seconds:
             await end_session(state, dispatcher, row["id"], row["finished"] or "silent")

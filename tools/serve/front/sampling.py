@@ -52,6 +52,7 @@ async def retrieve_future(state: State, request: Request, owner: str) -> Respons
     entry = state.journal.request(asked.request_id)
     if entry is None or entry.owner != owner:
         raise requests.Refused(410, f"request_id={asked.request_id!r} does not exist")
+    state.hear(entry.lane)
     if not entry.done:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(state.done(entry.id).wait(), POLL_SECONDS)

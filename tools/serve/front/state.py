@@ -27,6 +27,7 @@ class State:
     facts: description of the model by the ranks; empty until they are ready.
     loaded: versions that the ranks have, the one used last at the end.
     started: time of the start of this process, in seconds.
+    heard: time of the newest request or poll of each session.
     """
 
     def __init__(self, config: ServeConfig, link: Link):
@@ -37,6 +38,7 @@ class State:
         self.facts: dict[str, Any] = {}
         self.loaded: dict[str, None] = {BASE: None}
         self.started = time.time()
+        self.heard: dict[str, float] = {}
         self.work = asyncio.Event()
         self._waiting: dict[str, list[Entry]] = {}  # requests for completions of versions that are not there yet
         self._done: dict[str, asyncio.Event] = {}
@@ -62,6 +64,7 @@ class State:
 
         Raises Refused where serve.max_queued requests wait.
         """
+        self.hear(lane)
         id = str(uuid.uuid5(uuid.NAMESPACE_URL, f"{lane}/{seq}"))
         if self.journal.request(id) is not None:
             return id
@@ -71,6 +74,11 @@ class State:
             )
         self.queue(self.journal.accept(id, owner, lane, seq, kind, body, encoding))
         return id
+
+    def hear(self, lane: str) -> None:
+        """Note that the session of a training client or sampling session is alive: clients without heartbeats are, too,
+        while they ask."""
+        self.heard[lane.split(":")[0]] = time.time()
 
     def queue(self, entry: Entry) -> None:
         """Let a request wait for its turn; one for completions, until its version is there."""
