@@ -1,5 +1,6 @@
 """A server of the Tinker API, in processes of its own."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -43,8 +44,9 @@ class Server:
     def kill(self, module: str) -> None:
         """Kill the processes of a module with SIGKILL."""
         for child in psutil.Process(self.process.pid).children(recursive=True):
-            if f"isoloss.tools.serve.{module}" in " ".join(child.cmdline()):
-                child.kill()
+            with contextlib.suppress(psutil.Error):  # one that has ended meanwhile
+                if f"isoloss.tools.serve.{module}" in " ".join(child.cmdline()):
+                    child.kill()
 
     def close(self) -> None:
         """End it as its user would, and check that it found nothing wrong with itself."""
