@@ -62,7 +62,7 @@ def run_recipe(name: str, words: Sequence[str], folder: Path, environment: Mappi
     command = [str(PYTHON), "-m", f"tinker_cookbook.recipes.{name}", f"model_name={NAME}", *words]
     # A cache of its own: that of the user has data of other folders under the same names, and would give them.
     environment = {**environment, "HF_HOME": str(folder / ".cache")}
-    # Recipes that ask whether to go on in a folder that is there already are told to.
+    # Some recipes ask whether to go on where the folder exists already; this answers yes.
     ran = subprocess.run(
         command, cwd=folder, env=environment, input="resume\n", text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

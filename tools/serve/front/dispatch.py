@@ -38,7 +38,7 @@ class Dispatcher:
 
     def __init__(self, state: State):
         self.state, self.journal = state, state.journal
-        self._sampling: dict[str, tuple[str, asyncio.Task[None]]] = {}  # version and task, by the id of a request
+        self._sampling: dict[Entry, tuple[str, asyncio.Task[None]]] = {}  # version and task of a request
         self.completions = 0  # that are sampled at present
         self._steps: Counter[str] = Counter()  # of the optimizer, since the last saved state
         self._losses: Counter[str] = Counter()  # since the last step
@@ -65,9 +65,8 @@ class Dispatcher:
     def withdraw(self, samplers: set[str]) -> None:
         """End the requests of sampling sessions that nobody waits for any more."""
         gone = self.state.order.withdraw(lambda entry: entry.lane in samplers)
-        for id, (_, task) in self._sampling.items():
-            entry = self.journal.request(id)
-            if entry is not None and entry.lane in samplers:
+        for entry, (_, task) in self._sampling.items():
+            if entry.lane in samplers:
                 gone.append(entry)
                 task.cancel()
         for entry in gone:
@@ -181,8 +180,8 @@ class Dispatcher:
         sampler = f"{session}:sample:{asked.sampling_session_seq_id}"
         version = sampler if asked.kind == "snapshot" else f"{lane}:inflight"
         await self._call(commands.Snapshot(lane, version))
+        journal.delete("versions", version=version)  # an earlier state of one in flight
         journal.insert("versions", version=version, model=lane, seq=entry.seq, folder=None)
-        journal.update("versions", {"version": version}, folder=None)  # of an earlier state of one in flight
         journal.insert(
             "samplers",
             id=sampler, owner=entry.owner, session=session, model=lane, version=version, made=time.time(),
@@ -301,8 +300,8 @@ class Dispatcher:
             for entry in entries:
                 if not self._gave_up(entry):
                     task = asyncio.create_task(self._answered([entry], self._sample(version, entry)))
-                    self._sampling[entry.id] = version, task
-                    task.add_done_callback(lambda _, id=entry.id: self._sampling.pop(id))
+                    self._sampling[entry] = version, task
+                    task.add_done_callback(lambda _, entry=entry: self._sampling.pop(entry))
 
         await self._answered(entries, load())
 

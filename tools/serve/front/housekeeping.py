@@ -36,8 +36,7 @@ async def look(state: State, dispatcher: Dispatcher, now: float) -> None:
 
 
 async def end_session(state: State, dispatcher: Dispatcher, session: str, why: str) -> None:
-    """Forget what a session has in memory and its states; its checkpoints stay. Samplers that its weights serve in
-    other sessions read checkpoints."""
+    """Forget the training clients of a session, their states and their snapshots. Checkpoints stay."""
     journal = state.journal
     dispatcher.withdraw({row["id"] for row in journal.rows("samplers", session=session)})
     for model in journal.rows("models", session=session, dropped=0):
