@@ -147,9 +147,7 @@ def measure(words: Sequence[str], passes: int, folder: Path) -> dict[str, float]
         backend.serve(all_done(futures))
 
     with Server(words, folder / "serve") as server:
-        while "ready" not in server.log.read_text():
-            server.check()
-            time.sleep(0.2)
+        server.wait_ready()
         client = Client(server, config.name)
         assert client.step(call) == step(), "server and engine compute another loss"
         times: dict[str, list[float]] = {"engine step": [], "server step": [], "engine 256": [], "server 256": []}

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from support.runs.runs import write_rows
 from support.serve import cookbook, offline
-from support.serve.server import PYTHON, Server
+from support.serve.server import PYTHON, environment, served
 
 from isoloss.recipes import launch
+from isoloss.tools.prove.serve.server import Server
 
 pytestmark = [
     pytest.mark.tinker,
@@ -37,7 +38,9 @@ class Place:
     def run(self, recipe: str, log: str, *words: str) -> Path:
         """Run a recipe. Return the folder of its metrics."""
         log_path = self.folder / "logs" / log
-        cookbook.run_recipe(recipe, [*words, f"log_path={log_path}"], self.folder, self.server.environment)
+        cookbook.run_recipe(
+            recipe, [*words, f"log_path={log_path}"], self.folder, environment(self.server.url, self.server.key)
+        )
         return log_path
 
 
@@ -48,10 +51,8 @@ def place(tmp_path_factory) -> Iterator[Place]:
     words = ["preset=chat", f"data.train={data}", "train.steps=150", "optim.lr=1.5e-2", f"output_dir={folder}/sft"]
     assert launch.main("sft", words) == 0
     offline.make(folder, folder / "sft/hf", second=(1,))
-    server = Server(folder / "serve", f"model.path={folder}/sft/hf", "model.from_scratch=false")
-    server.wait()
-    yield Place(server, folder)
-    server.close()
+    with served(folder / "serve", f"model.path={folder}/sft/hf", "model.from_scratch=false") as server:
+        yield Place(server, folder)
 
 
 def mean(values: list[float]) -> float:

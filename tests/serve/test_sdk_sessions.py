@@ -4,11 +4,12 @@ import json
 import subprocess
 import time
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
 import torch
-from support.serve.server import PYTHON, Server
+from support.serve.server import PYTHON, environment, served
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.step.engine import Engine
@@ -16,6 +17,7 @@ from isoloss.engine.step.losses import Loss, Term, target_logprobs
 from isoloss.models.lora.config import LoraConfig
 from isoloss.parallel.aggregation import Aggregation
 from isoloss.recipes import launch
+from isoloss.tools.prove.serve.server import Server
 from isoloss.tools.serve.config import ServeConfig
 
 STEPS = 24
@@ -29,16 +31,14 @@ pytestmark = [
 
 def start_session(server: Server, out: Path) -> subprocess.Popen:
     script = Path(__file__).with_name("session.py")
-    key = server.environment["TINKER_API_KEY"]
-    return subprocess.Popen([PYTHON, script, server.url, key, out, str(STEPS)], env=server.environment)
+    command = [PYTHON, script, server.url, server.key, out, str(STEPS)]
+    return subprocess.Popen(command, env=environment(server.url, server.key))
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    server = Server(tmp_path_factory.mktemp("serve") / "run", "serve.save_every=5")
-    server.wait()
-    yield server
-    server.close()
+    with served(tmp_path_factory.mktemp("serve") / "server", "serve.save_every=5") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +109,8 @@ def test_a_session_has_the_bits_of_a_loop_on_the_engine(undisturbed):
 def test_two_clients_and_dying_processes_change_no_bit(server, undisturbed, tmp_path):
     outs = [tmp_path / f"{k}.json" for k in range(2)]
     clients = [start_session(server, out) for out in outs]
-    for module, seconds in (("ranks", 7), ("front", 18)):
+    for victim, seconds in (("rank", 7), ("front", 18)):
         time.sleep(seconds)
-        server.kill(module)
+        server.kill(victim, Random(0))
     assert [client.wait(280) for client in clients] == [0, 0]
     assert [json.loads(out.read_text()) for out in outs] == [undisturbed, undisturbed]

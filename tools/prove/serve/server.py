@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,6 +27,7 @@ class Server:
     """A server in processes of its own. words: keys of its configuration. folder: what it writes.
 
     again: whether it is started again where it ends, as an operator would.
+    status: its exit status after the `with` block.
     """
 
     def __init__(self, words: Sequence[str], folder: Path, *, again: bool = False):
@@ -40,7 +42,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         own = (f"serve.api_keys={keys}", f"serve.port={port}", f"output_dir={folder / 'run'}")
         self._command = [sys.executable, "-m", SERVER, *words, *own]
-        self._helper = self._start()
+        self._helper, self.status = self._start(), None
 
     @property
     def pid(self) -> int:
@@ -55,9 +57,15 @@ class Server:
         try:
             if self._helper.poll() is None:
                 os.kill(self._helper.pid, signal.SIGTERM)
-            self._helper.wait(60)
+            self.status = self._helper.wait(60)
         finally:
             self._helper.kill()
+
+    def wait_ready(self) -> None:
+        """Wait until it answers, however long. Raises what `check` does."""
+        while "ready" not in self.log.read_text():
+            self.check()
+            time.sleep(0.2)
 
     def check(self) -> None:
         """Start the server again if it has ended and may. Raises SessionError where it has ended and may not, and
