@@ -294,12 +294,13 @@ def test_checkpoints_are_listed_overwritten_on_demand_and_expire(tmp_path):
         path = await server.saved(model, 1, "one")
         again = {"model_id": model, "seq_id": 2, "path": "one"}
         assert "exists already" in (await server.result(await server.post("save_weights", again)))["error"]
-        assert await server.saved(model, 3, "one", overwrite=True) == path
+        assert await server.saved(model, 3, "one", overwrite=True, user_metadata={"step": "3"}) == path
         sampler = await server.saved(other, 1, "two", "save_weights_for_sampler", ttl_seconds=60)
         get = lambda path, key=KEYS[0]: server.post(path, b"", key, "GET")
         _, listed = await get("checkpoints?limit=1")
         assert [each["tinker_path"] for each in listed["checkpoints"]] == [sampler]
         assert listed["checkpoints"][0]["expires_at"] > listed["checkpoints"][0]["time"]
+        assert listed["checkpoints"][0]["user_metadata"] is None
         assert listed["cursor"] == {"offset": 0, "limit": 1, "total_count": 2}
         assert (await get("checkpoints", KEYS[1]))[1]["checkpoints"] == []
         _, runs = await get("training_runs")
@@ -307,7 +308,8 @@ def test_checkpoints_are_listed_overwritten_on_demand_and_expire(tmp_path):
             (other, 8),
             (model, 4),
         ]
-        assert runs["training_runs"][1]["last_checkpoint"]["size_bytes"] == 5
+        last = runs["training_runs"][1]["last_checkpoint"]
+        assert (last["size_bytes"], last["user_metadata"]) == (5, {"step": "3"})
         assert (await get(f"training_runs/{model}"))[1]["last_sampler_checkpoint"] is None
         assert (await get(f"training_runs/{model}", KEYS[1]))[0] == 404
         assert (await get(f"training_runs/{other}/checkpoints"))[1]["checkpoints"][0]["checkpoint_id"] == (

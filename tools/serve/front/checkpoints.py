@@ -1,5 +1,6 @@
 """The rest client's lists: training runs, their checkpoints, and sessions."""
 
+import json
 import shutil
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -43,6 +44,7 @@ def described(row: Row) -> Row:
         "tinker_path": row["path"],
         "size_bytes": row["size"],
         "public": False,
+        "user_metadata": json.loads(row["metadata"]),
         "expires_at": moment(row["expires"]) if row["expires"] else None,
     }
 
