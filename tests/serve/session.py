@@ -53,7 +53,11 @@ def main(url: str, key: str, out: str, steps: int) -> None:
     resumed = [each.forward(data, "cross_entropy").result().metrics["loss:sum"] for each in (client, again)]
     client.forward_backward(data, "cross_entropy").result()
     client.optim_step(types.AdamParams(learning_rate=0.1)).result()
-    sampled = sampler.sample(prompt, 3, rules).result()
+    sampled = sampler.sample(prompt, 3, rules, topk_sample_logprobs=400).result()
+    for each in sampled.sequences:
+        assert len(each.topk_logprobs) == len(each.tokens)
+        for token, logprob, top in zip(each.tokens, each.logprobs, each.topk_logprobs):
+            assert top[0][1] >= logprob - 1e-4 and abs(dict(top).get(token, logprob) - logprob) < 1e-4, (token, top)
     numbers.append(
         {
             "tokens": [[*map(int, each.tokens)] for each in sampled.sequences],

@@ -159,7 +159,7 @@ def test_what_cannot_be_is_one_line_and_the_server_goes_on(tmp_path):
             (404, "does not exist", "asample", sample("other"), KEYS[0]),
             (400, "num_samples=9 is more than 8", "asample", sample("other", num_samples=9), KEYS[0]),
             (400, "chunks.0.type='image'", "asample", sample("other", prompt={"chunks": [{"type": "image"}]}), KEYS[0]),
-            (400, "topk_sample_logprobs=2", "asample", sample("other", topk_sample_logprobs=2), KEYS[0]),
+            (400, "prompt_alt_tokens_k=2", "asample", sample("other", prompt_alt_tokens_k=2), KEYS[0]),
             (400, "sampling_params.min_p=0.1 is not supported", "asample",
              sample("other", sampling_params={"min_p": 0.1}), KEYS[0]),
         ]  # fmt: skip
@@ -257,6 +257,22 @@ def test_rules_of_sampling_go_to_the_ranks_as_they_are(tmp_path):
     assert np.frombuffer(response.prompt_logprobs, np.float32).tolist() == [-1.0, -2.0]
     assert (response.topk_prompt_logprobs.length, response.topk_prompt_logprobs.k) == (2, 3)
     assert not response.sequences
+
+
+def test_the_likeliest_tokens_are_those_at_the_tokens_that_were_sampled(tmp_path):
+    async def talk(server: Server):
+        sampler = await server.snapshot(await server.client(rank=4), 1, 0)
+        asked = sample(sampler, 0, topk_sample_logprobs=3, num_samples=2)
+        response = messages.new("SampleResponse")
+        response.ParseFromString(await server.result(await server.post("asample", asked)))
+        return response
+
+    server = Server(tmp_path / "s")
+    found = [each.topk_sampled_logprobs for each in run(server, talk).sequences]
+    # The ranks of the test call a position's number its likeliest token; 3 tokens of prompt are before the sampled one.
+    assert [np.frombuffer(each.token_ids, np.int32).tolist() for each in found] == [[3, 3, 3]] * 2
+    scored = [(each.prompt, each.top) for each in server.ranks.commands if isinstance(each, commands.Score)]
+    assert scored == [((4, 5, 6, 5), 3)] * 2
 
 
 def test_samples_of_a_version_run_together_and_training_waits_for_them(tmp_path):

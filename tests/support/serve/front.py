@@ -40,8 +40,9 @@ class Ranks:
             return [(np.array([5]), np.array([-0.5]), "stop") for _ in command.request.ids]
         if isinstance(command, commands.Score):
             length = len(command.prompt)
-            top = np.zeros((length, command.top))
-            return commands.Scores(-np.arange(length, dtype=np.float32), top.astype(np.int64), top)
+            position = np.arange(length, dtype=np.float32)
+            top = np.tile(position[:, None], command.top)
+            return commands.Scores(-position, top.astype(np.int64), -top)
         if isinstance(command, commands.SaveWeights | commands.SaveVersion | commands.ExportAdapter):
             Path(command.folder).mkdir(parents=True)
             (Path(command.folder) / "weights").write_text("12345")

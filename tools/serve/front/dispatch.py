@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from isoloss.parallel.runtime.console import say
 from isoloss.parallel.runtime.errors import UserError
 from isoloss.tools.serve import commands, wire
@@ -316,16 +318,32 @@ class Dispatcher:
                 completions = await self._call(commands.Sample("", version, request))
             if asked.prompt_logprobs or asked.topk_prompt_logprobs:
                 scores = await self._call(commands.Score("", version, request.prompt, asked.topk_prompt_logprobs))
+            likeliest = await asyncio.gather(
+                *(self._likeliest(version, asked, request.prompt, tokens) for tokens, _, _ in completions)
+            )
         finally:
             self.completions -= len(request.ids)
             self.state.work.set()
-        sequences = [wire.Sampled(tokens, logprobs, finish) for tokens, logprobs, finish in completions]
+        sequences = [
+            wire.Sampled(tokens, logprobs, finish, top)
+            for (tokens, logprobs, finish), top in zip(completions, likeliest)
+        ]
         logprobs, top = None, None
         if scores is not None:
             last = slice(-(asked.prompt_logprobs_last_n or len(request.prompt)), None)
             logprobs = scores.logprobs[last] if asked.prompt_logprobs else None
             top = wire.TopK(scores.top_ids[last], scores.top_logprobs[last]) if asked.topk_prompt_logprobs else None
         self.state.finish(entry, wire.sample_answer(sequences, logprobs, top), PROTOBUF)
+
+    async def _likeliest(
+        self, version: str, asked: requests.Sample, prompt: tuple[int, ...], tokens: np.ndarray
+    ) -> wire.TopK | None:
+        """Return the likeliest tokens at each token of a completion, read again behind its prompt. Raises Refusal."""
+        if not asked.topk_sample_logprobs:
+            return None
+        whole, start = (*prompt, *tokens.tolist()), len(prompt)
+        scores = await self._call(commands.Score("", version, whole, asked.topk_sample_logprobs))
+        return wire.TopK(scores.top_ids[start:], scores.top_logprobs[start:])
 
     def _request_of(self, asked: requests.Sample, entry: Entry) -> commands.SampleRequest:
         """Return what the ranks have to know of a request. Raises UserError where it asks for what does not exist."""

@@ -168,10 +168,10 @@ class Sample(Body):
     num_samples: Annotated[int, Field(ge=1)] = 1
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Whole = 0
+    topk_sample_logprobs: Whole = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
     base_model: str | None = None
     model_path: str | None = None
-    topk_sample_logprobs: Literal[0] = 0
     target_prompt_logprobs: None = None
     prompt_alt_tokens_k: Literal[0] = 0
     record_stability_info: Literal[False] | None = None
