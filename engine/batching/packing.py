@@ -36,7 +36,9 @@ class PackedBatch:
     document_N, origin_N: for each target, its sample in the row, and its place in that concatenation.
     weights_AN: fp64, from the normalizer. fields: per-target tensors of the samples, [N]
         or [N, K].
-    cut_sequences: whether a trajectory of the step is cut into several samples, wherever these are.
+    sequence_N: for each target, the number of its sequence in the step.
+    cut_sequences: whether a sequence of the step is cut into several samples; spread_sequences: whether these are in
+        several micro-batches. num_sequences: number of sequences of the step.
     longest: tokens of the longest whole row that a data-parallel rank has of this micro-batch, with padding.
     uploads: tensors that describe the row to attention on the device, for all chunks of the model.
     """
@@ -55,7 +57,10 @@ class PackedBatch:
     origin_N: Tensor
     weights_AN: Tensor
     fields: Mapping[str, Tensor]
+    sequence_N: Tensor
     cut_sequences: bool = False
+    spread_sequences: bool = False
+    num_sequences: int = 0
     longest: int = 0
     uploads: VarlenCache = field(default_factory=VarlenCache)
 
@@ -67,11 +72,13 @@ class StepSamples:
     samples: all samples of the step; an outline is enough for one that another rank computes.
     weights: weight of every token as a target, [A, T] fp64, by sample that this rank computes.
     modes: number of aggregations A.
+    sequences: number of each sample's sequence.
     """
 
     samples: Sequence[Sample]
     weights: Mapping[int, Tensor]
     modes: int
+    sequences: Sequence[int]
 
     @cached_property
     def starts(self) -> list[int]:
@@ -117,6 +124,8 @@ def pack(
         "origin_N": labels.origin_L[mine],
         "weights_AN": labels.weights_AL[:, mine],
     }
+    sequence_S = torch.tensor([step.sequences[index] for index in micro_batch], dtype=torch.int64)
+    host["sequence_N"] = sequence_S[host["document_N"]]
     fields = {name: values_L[mine] for name, values_L in labels.fields.items()}
     tensors = _upload([*host.values(), *fields.values()], device)
     on_device: dict[str, Any] = dict(zip(host, tensors))

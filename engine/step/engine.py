@@ -27,11 +27,12 @@ from isoloss.engine.instruments import startup
 from isoloss.engine.instruments.profiling import phase
 from isoloss.engine.memory.offload import Offloader
 from isoloss.engine.step import moe_balancing, replica_check
-from isoloss.engine.step.forward_backward import Head, Pass, StepMetrics, run_steps, run_targets
+from isoloss.engine.step.forward_backward import Head, Pass, StepMetrics, run_inputs, run_steps, run_targets
 from isoloss.engine.step.losses import Loss, LossLike, Term, as_loss, negative_log_likelihood
 from isoloss.engine.step.model_source import ModelSource, digest, factors_of, resolve
 from isoloss.engine.step.optimizer import Gather, Overlap, clip_gradients, global_grad_norm, set_hyperparameters
 from isoloss.engine.step.prompts import PromptLogprobs, prompt_head, prompt_samples, read_prompts
+from isoloss.engine.step.sequence_sums import KnownSums, calls_sums, known_sums
 from isoloss.engine.step.step_batch import StepBatch, prepare_step
 from isoloss.engine.step.together import run_calls
 from isoloss.engine.step.trained import Trained
@@ -261,8 +262,9 @@ class Engine:
         """Compute the loss of the samples without gradients, normalized and with outputs as in a training step."""
         loss = as_loss(loss, self.config.loss)
         batch = self._prepare(samples, loss)
+        known = self._known_sums(batch, samples, loss)
         with torch.no_grad():
-            return run_steps(self.model, [Pass(batch, loss)], forward_only=True)[0]
+            return run_steps(self.model, [Pass(batch, loss, known=known)], forward_only=True)[0]
 
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Tensor]:
         """Return log p(target | tokens before it) for every target of every sample: fp64 of the shape of its targets,
@@ -574,7 +576,17 @@ class Engine:
                     "trajectory as one sample, or set these keys to 0"
                 )
             router_losses = moe_balancing.start(self.load_balancing, batch.lengths, loss, self.device)
-        return Pass(batch, loss, router_losses, self._activate)
+        return Pass(batch, loss, router_losses, self._activate, self._known_sums(batch, samples, loss))
+
+    def _known_sums(self, batch: StepBatch, samples: Sequence[Sample], loss: Loss) -> KnownSums | None:
+        """Return the sums over sequences that no micro-batch has alone, and the slopes of the loss; None where the loss
+        has none, and on stages without a loss. Collectives: with such sums the model's, and those of `known_sums`."""
+        options = {"target_shape": batch.target_shape, "critic": self.arch.critic}
+        if not (batch.spread and calls_sums(loss, samples[0].fields, **options)):
+            return None
+        parts = run_inputs(self.model, batch, loss)
+        of_step = batch.sequences, batch.total_tokens, self.mesh.dp_context
+        return known_sums(loss, parts, *of_step) if parts else None
 
     def _check_call(self, loss: Loss) -> None:
         """Raise ValueError where this call of `forward_backward` would make the gradient of the step wrong."""
