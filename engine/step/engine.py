@@ -42,6 +42,7 @@ from isoloss.models.lora.frozen import FrozenModel
 from isoloss.models.mcore.build import accumulate_in_embedding, accumulate_in_products
 from isoloss.models.mcore.layer_config import BuildOptions
 from isoloss.models.mcore.layers.value_head import CriticWeights
+from isoloss.models.mcore.moe.router_losses import ChoiceCounts, RouterLosses
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.mcore.weight_stream import Receives
 from isoloss.models.model import Model, own_data
@@ -262,7 +263,7 @@ class Engine:
         """Compute the loss of the samples without gradients, normalized and with outputs as in a training step."""
         loss = as_loss(loss, self.config.loss)
         batch = self._prepare(samples, loss)
-        known = self._known_sums(batch, samples, loss)
+        known = self._first_pass(batch, samples, loss)
         with torch.no_grad():
             return run_steps(self.model, [Pass(batch, loss, known=known)], forward_only=True)[0]
 
@@ -569,24 +570,30 @@ class Engine:
         self._check_call(loss)
         batch, router_losses = self._prepare(samples, loss), None
         if self.load_balancing is not None:
-            if batch.sequences < len(batch.lengths):
-                raise UserError(
-                    "moe.aux_loss_coef, moe.z_loss_coef and moe.bias_update_rate count every token that a router sees, "
-                    "and Sample.sequence cuts a trajectory into several samples, which repeat its tokens: give each "
-                    "trajectory as one sample, or set these keys to 0"
-                )
-            router_losses = moe_balancing.start(self.load_balancing, batch.lengths, loss, self.device)
-        return Pass(batch, loss, router_losses, self._activate, self._known_sums(batch, samples, loss))
+            router_losses = moe_balancing.start_step(self.load_balancing, batch, loss, self.device)
+        return Pass(batch, loss, router_losses, self._activate, self._first_pass(batch, samples, loss, router_losses))
 
-    def _known_sums(self, batch: StepBatch, samples: Sequence[Sample], loss: Loss) -> KnownSums | None:
-        """Return the sums over sequences that no micro-batch has alone, and the slopes of the loss; None where the loss
-        has none, and on stages without a loss. Collectives: with such sums the model's, and those of `known_sums`."""
-        options = {"target_shape": batch.target_shape, "critic": self.arch.critic}
-        if not (batch.spread and calls_sums(loss, samples[0].fields, **options)):
+    def _first_pass(
+        self, batch: StepBatch, samples: Sequence[Sample], loss: Loss, router_losses: RouterLosses | None = None
+    ) -> KnownSums | None:
+        """Find what the pass reads of whole sequences, where their samples are in several micro-batches: return sums of
+        the loss and its slopes (None where it has no sums, and on stages without a loss), and give the routers' losses
+        the choices of experts. Collectives: where something is read, the model's, and those of `known_sums` and
+        `reduce_choices`."""
+        if not batch.spread:
             return None
-        parts = run_inputs(self.model, batch, loss)
-        of_step = batch.sequences, batch.total_tokens, self.mesh.dp_context
-        return known_sums(loss, parts, *of_step) if parts else None
+        sums = calls_sums(loss, samples[0].fields, target_shape=batch.target_shape, critic=self.arch.critic)
+        counts = None
+        if router_losses is not None and router_losses.read_choices:
+            counts = ChoiceCounts(batch.sequences)
+        if not sums and counts is None:
+            return None
+        parts = run_inputs(self.model, batch, loss, counts)
+        if router_losses is not None and counts is not None:
+            router_losses.chosen = moe_balancing.reduce_choices(counts, self.mesh)
+        if not (sums and parts):
+            return None
+        return known_sums(loss, parts, batch.sequences, batch.total_tokens, self.mesh.dp_context)
 
     def _check_call(self, loss: Loss) -> None:
         """Raise ValueError where this call of `forward_backward` would make the gradient of the step wrong."""

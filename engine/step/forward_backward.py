@@ -24,7 +24,7 @@ from isoloss.engine.step.step_batch import MicroBatches, StepBatch
 from isoloss.models.mcore.gpt import forward_row
 from isoloss.models.mcore.moe.dispatch import Bound
 from isoloss.models.mcore.moe.experts import RoutedRow
-from isoloss.models.mcore.moe.router_losses import RouterLoss, RouterLosses
+from isoloss.models.mcore.moe.router_losses import ChoiceCounts, RouterLoss, RouterLosses
 from isoloss.models.model import Model
 from isoloss.parallel import Mesh
 from isoloss.parallel.normalizer import StepCounts
@@ -244,16 +244,17 @@ def run_targets(model: Model, batch: StepBatch, head: Head, shape: tuple[int, ..
     return at_targets(parts, shape, batch.total_tokens, model.mesh)
 
 
-def run_inputs(model: Model, batch: StepBatch, loss: Loss) -> list[Part]:
+def run_inputs(model: Model, batch: StepBatch, loss: Loss, choices: ChoiceCounts | None = None) -> list[Part]:
     """Return what a loss reads of every micro-batch, without gradients; [] but on the last stage.
 
+    choices: counts to which the routers add their choices.
     Collectives: the model's.
     """
 
     def collect(micro_batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Part]:
         return hidden.new_zeros(()), (micro_batch, _token_inputs(model, micro_batch, hidden, loss))
 
-    forward = partial(_forward, model, None, lambda micro_batch: None)
+    forward = partial(_forward, model, choices, lambda micro_batch: None)
     with torch.no_grad():
         return run_schedule(
             model.mesh, model.chunks, batch.micro_batches, batch.rows, forward, collect, forward_only=True
@@ -279,7 +280,7 @@ def at_targets(parts: Sequence[tuple[Tensor, Tensor]], shape: tuple[int, ...], t
 @phase("forward")
 def _forward(
     model: Model,
-    router_losses: RouterLosses | None,
+    router_losses: RouterLosses | ChoiceCounts | None,
     bound: Callable[[PackedBatch], Bound | None],
     chunk: nn.Module,
     micro_batch: PackedBatch,

@@ -44,6 +44,8 @@ class StepBatch:
     target_shape: shape of the targets of a position, () or (K,).
     sequences: number of trajectories of the step.
     spread: whether samples of one trajectory are in several micro-batches.
+    sequence_of: number of the trajectory of each sample of the step.
+    owned: tokens of each trajectory, each once; () where none is cut, or samples do not say which they own.
     spans: start and end position of each piece that a dp rank computes, by dp rank.
     cost, total_cost: forward FLOPs of this rank, and of all.
     """
@@ -56,6 +58,8 @@ class StepBatch:
     spans: Sequence[Sequence[tuple[int, int]]]
     target_shape: tuple[int, ...] = ()
     spread: bool = False
+    sequence_of: Sequence[int] = ()
+    owned: Sequence[int] = ()
     cost: float = 0.0
     total_cost: float = 0.0
 
@@ -88,10 +92,13 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
         ids["prompts"] = Ids("group", [number_of[samples[index].group] for index in order], len(number_of))
     if num_sequences < len(samples):
         ids["sequences"] = Ids("sequence", [sequence_of[index] for index in order], num_sequences)
-    counts = count_tokens(masks, mesh.dp_context, counted=mesh.context.rank() == 0, **ids)
+    owned = None
+    if num_sequences < len(samples) and all(s.sequence is None or s.owned_T is not None for s in samples):
+        owned = [len(s) if s.owned_T is None else int(s.owned_T.sum()) for s in map(samples.__getitem__, order)]
+    counts = count_tokens(masks, mesh.dp_context, owned=owned, counted=mesh.context.rank() == 0, **ids)
     weights, step_counts = zip(*(token_weights(masks, counts, aggregation) for aggregation in loss.aggregations))
     weights_of = {index: torch.stack(modes) for index, *modes in zip(order, *weights)}
-    step = StepSamples(samples, weights_of, len(loss.aggregations), sequence_of)
+    step = StepSamples(samples, weights_of, len(loss.aggregations), sequence_of, counts.owned_Q.tolist())
     spread = is_spread(plan, sequence_of)
     rows = longest = [row_length(tree.lengths, mesh) for tree in trees]
     if mesh.layout.ep > 1:  # ranks that share experts may have longer rows
@@ -104,7 +111,8 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
 
     packed = MicroBatches(len(micro_batches), pack_one)
     spans = [[*chain.from_iterable(tree.spans for tree in rank_trees)] for rank_trees in plan.trees]
-    return StepBatch(packed, tuple(rows), step_counts, tuple(map(len, samples)), num_sequences, spans, shape, spread)
+    sizes = tuple(rows), step_counts, tuple(map(len, samples)), num_sequences
+    return StepBatch(packed, *sizes, spans, shape, spread, sequence_of, step.owned)
 
 
 def is_spread(plan: Plan, sequence_of: Sequence[int]) -> bool:
