@@ -15,7 +15,7 @@ derivation, and what goes wrong otherwise, is in docs/normalization.md.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ class TokenCounts:
     tokens: valid tokens. sequences: number of sequences. valid_sequences: number with a valid token.
     tokens_P, samples_P: valid tokens and samples of each prompt; these and group_S are empty where prompts were not
         counted.
+    owned_Q: tokens of each sequence, targets or not; empty where they were not counted.
     """
 
     tokens_S: Tensor
@@ -45,6 +46,7 @@ class TokenCounts:
     valid_sequences: int
     tokens_P: Tensor
     samples_P: Tensor
+    owned_Q: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> "TokenCounts":
@@ -87,6 +89,7 @@ def count_tokens(
     sp_group: dist.ProcessGroup | None = None,
     prompts: Ids | None = None,
     sequences: Ids | None = None,
+    owned: Sequence[int] | None = None,
     counted: bool = True,
 ) -> TokenCounts:
     """Count the tokens of the step.
@@ -94,6 +97,7 @@ def count_tokens(
     masks: the 0/1 mask of each of this rank's samples, [T_i]; with sp_group this rank's shard of it.
     prompts: the prompt of each sample. None: prompts are not counted.
     sequences: the sequence of each sample, whose samples may lie on several ranks. None: each is a sequence.
+    owned: tokens of each sample, targets or not, that count for its sequence; None: they are not counted.
     counted: whether this rank is counted; True on one of the ranks of dp_group with the same samples.
     Collectives: one all-reduce over dp_group (before it, one over sp_group if the masks are sharded).
     """
@@ -106,10 +110,13 @@ def count_tokens(
     ids = [each for each in (prompts, sequences) if each is not None]
     own = torch.stack([tokens_S.sum(), torch.tensor(len(masks)), (tokens_S > 0).sum()])
     own = torch.cat([own, *(each.totals(tokens_S).flatten() for each in ids)])
+    if sequences is not None and owned is not None:
+        own = torch.cat([own, sequences.totals(torch.tensor(owned, dtype=torch.int64))[0]])
     counts = upload(own * counted, device_of(dp_group))
     dist.all_reduce(counts, group=dp_group)
     counts = counts.cpu()  # the host waits for the device here, once a step
-    totals, *by_id = counts.split([3, *(2 * each.count for each in ids)])
+    sizes = [3, *(2 * each.count for each in ids)]
+    totals, *by_id, owned_Q = counts.split([*sizes, len(counts) - sum(sizes)])
     tokens, num_sequences, valid_sequences = totals.tolist()
     none = torch.zeros(0, dtype=torch.int64)
     group_S, tokens_P, samples_P = none, none, none
@@ -120,7 +127,7 @@ def count_tokens(
         tokens_Q, samples_Q = by_id[-1].view(2, -1)
         tokens_S = tokens_Q[torch.tensor(sequences.number_S, dtype=torch.int64)]
         num_sequences, valid_sequences = int((samples_Q > 0).sum()), int((tokens_Q > 0).sum())
-    return TokenCounts(tokens_S, group_S, tokens, num_sequences, valid_sequences, tokens_P, samples_P)
+    return TokenCounts(tokens_S, group_S, tokens, num_sequences, valid_sequences, tokens_P, samples_P, owned_Q)
 
 
 @dataclass(frozen=True)

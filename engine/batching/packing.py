@@ -28,15 +28,20 @@ class PackedBatch:
     tokens_R, positions_R: int64; positions go on along a document, and restart in the next.
     lengths, parents: the pieces of the whole row, as in `PrefixTree`, with the padding that some attention kernels want
         behind each; padding of the row last.
-    piece_R: the piece of the row that each token belongs to; -1 for padding and dummy tokens.
-    members_SP: 1 where a sample of the row goes through a piece, else 0, fp64.
-    length_S, start_S: tokens of each sample of the row, and its start in the concatenation of all samples of the step.
+    piece_R: the piece of the row that each token belongs to; -1 for padding and dummy tokens. Where samples own tokens,
+        pieces are cut where owners change.
+    members_SP: 1 where a sample of the row owns the tokens of a piece that it goes through, else 0, fp64.
+    length_S, start_S: tokens of each sample of the row (where samples own tokens, of its sequence), and the sample's
+        start in the concatenation of all samples of the step.
+    sequence_S: number of its sequence in the step.
     labelled_N: for each target, the position of the slice that predicts it. targets_N: token ids of the targets, [N] or
         [N, K].
     document_N, origin_N: for each target, its sample in the row, and its place in that concatenation.
     weights_AN: fp64, from the normalizer. fields: per-target tensors of the samples, [N]
         or [N, K].
-    cut_sequences: whether a trajectory of the step is cut into several samples, wherever these are.
+    sequence_N: for each target, the number of its sequence in the step.
+    cut_sequences: whether a sequence of the step is cut into several samples; spread_sequences: whether these are in
+        several micro-batches. num_sequences: number of sequences of the step.
     longest: tokens of the longest whole row that a data-parallel rank has of this micro-batch, with padding.
     uploads: tensors that describe the row to attention on the device, for all chunks of the model.
     """
@@ -49,13 +54,17 @@ class PackedBatch:
     members_SP: Tensor
     length_S: Tensor
     start_S: Tensor
+    sequence_S: Tensor
     labelled_N: Tensor
     targets_N: Tensor
     document_N: Tensor
     origin_N: Tensor
     weights_AN: Tensor
     fields: Mapping[str, Tensor]
+    sequence_N: Tensor
     cut_sequences: bool = False
+    spread_sequences: bool = False
+    num_sequences: int = 0
     longest: int = 0
     uploads: VarlenCache = field(default_factory=VarlenCache)
 
@@ -67,11 +76,19 @@ class StepSamples:
     samples: all samples of the step; an outline is enough for one that another rank computes.
     weights: weight of every token as a target, [A, T] fp64, by sample that this rank computes.
     modes: number of aggregations A.
+    sequences: number of each sample's sequence.
+    owned: tokens of each sequence, where samples own tokens.
     """
 
     samples: Sequence[Sample]
     weights: Mapping[int, Tensor]
     modes: int
+    sequences: Sequence[int]
+    owned: Sequence[int] = ()
+
+    def length(self, index: int) -> int:
+        """Return the tokens of a sample, or of its sequence where samples own tokens."""
+        return self.owned[self.sequences[index]] if self.owned else len(self.samples[index])
 
     @cached_property
     def starts(self) -> list[int]:
@@ -98,6 +115,8 @@ def pack(
     """
     samples = [step.samples[index] for index in micro_batch]
     row = _Row.of([sample.tokens_T for sample in samples], tree, mesh)
+    owned = any(sample.owned_T is not None for sample in samples)
+    piece_of, members_SP = _owned_pieces(samples, row) if owned else (row.piece_of, row.members_SP)
     labels = _Labels.of(step, micro_batch, row.places)
     own_R = own_tokens(row.lengths, mesh)
     slot = torch.full((len(row.tokens),), -1)
@@ -107,9 +126,9 @@ def pack(
     host = {
         "tokens_R": row.tokens[own_R],
         "positions_R": row.positions[own_R],
-        "piece_R": row.piece_of[own_R],
-        "members_SP": row.members_SP,
-        "length_S": torch.tensor([len(sample) for sample in samples], dtype=torch.int64),
+        "piece_R": piece_of[own_R],
+        "members_SP": members_SP,
+        "length_S": torch.tensor([step.length(index) for index in micro_batch], dtype=torch.int64),
         "start_S": torch.tensor([step.starts[index] for index in micro_batch], dtype=torch.int64),
         "labelled_N": slot[labels.place_L[mine]],
         "targets_N": labels.target_L[mine],
@@ -117,6 +136,8 @@ def pack(
         "origin_N": labels.origin_L[mine],
         "weights_AN": labels.weights_AL[:, mine],
     }
+    host["sequence_S"] = torch.tensor([step.sequences[index] for index in micro_batch], dtype=torch.int64)
+    host["sequence_N"] = host["sequence_S"][host["document_N"]]
     fields = {name: values_L[mine] for name, values_L in labels.fields.items()}
     tensors = _upload([*host.values(), *fields.values()], device)
     on_device: dict[str, Any] = dict(zip(host, tensors))
@@ -163,6 +184,21 @@ class _Row:
                 members[sample, piece] = 1
             row[places[sample]] = tokens[sample]  # each sample writes the tokens that it shares
         return cls(row, positions, piece_of, members, (*padded, *rest), (*tree.parents, *(-1 for _ in rest)), places)
+
+
+def _owned_pieces(samples: Sequence[Sample], row: _Row) -> tuple[Tensor, Tensor]:
+    """Return the piece of each token of a whole row, and members_SP: pieces are cut where owners change."""
+    real, piece_of, owned = row.piece_of >= 0, row.piece_of, list[Tensor]()
+    for sample, place_T in zip(samples, row.places):
+        owned.append(place_T if sample.owned_T is None else place_T[sample.owned_T])
+        code = 2 * piece_of
+        code[owned[-1]] += 1
+        piece_of = torch.full_like(piece_of, -1)
+        piece_of[real] = code[real].unique(return_inverse=True)[1]
+    members = torch.zeros((len(samples), int(piece_of.max()) + 1), dtype=torch.float64)
+    for of_sample_P, place in zip(members, owned):
+        of_sample_P[piece_of[place]] = 1
+    return piece_of, members
 
 
 @dataclass(frozen=True)

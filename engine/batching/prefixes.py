@@ -5,9 +5,12 @@ its activations are the same, and are computed once; its gradient is the sum of 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
+from isoloss.engine.batching.sample import Sample
 from isoloss.parallel.ops.prefix_tree import PrefixTree
 
 # Attention to the prompt of a completion is merged with attention to the completion. A shared beginning that saves less
@@ -62,6 +65,22 @@ def shared_beginnings(tokens: Sequence[Tensor], groups: Sequence[int]) -> dict[t
             if (len(samples) - 1) * alike > WORTHWHILE * behind:
                 shared[tuple(samples)] = alike
     return shared
+
+
+def with_owned_tokens(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples with `owned_T`: the tokens that no earlier sample of its trajectory begins with, so that each
+    token of the trajectory's tree is owned once. Samples that are not cut stay as they are."""
+    earlier: dict[int, list[Tensor]] = {}
+    owning = []
+    for sample in samples:
+        if sample.sequence is None:
+            owning.append(sample)
+            continue
+        others = earlier.setdefault(sample.sequence, [])
+        seen = max((_alike([other, sample.tokens_T], 0) for other in others), default=0)
+        others.append(sample.tokens_T)
+        owning.append(replace(sample, owned_T=torch.arange(len(sample)) >= seen))
+    return owning
 
 
 def _alike(tokens: Sequence[Tensor], start: int) -> int:

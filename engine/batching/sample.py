@@ -29,6 +29,9 @@ class Sample:
     targets_T: int64 token ids to predict, targets_T[t] from the tokens before position t; read where mask_T is True.
         None: tokens_T. Of shape [T, K] for K targets of each position, some of which may be the same, as in the
         distillation of a teacher's K likeliest tokens.
+    owned_T: bool; tokens that this sample counts for, where it is one of several of a trajectory, which repeat tokens:
+        each token of the trajectory's tree is owned by one of them (`prefixes.with_owned_tokens` finds that). Losses of
+        routers, selection biases and loads of experts count owned tokens. None: all.
     """
 
     tokens_T: Tensor
@@ -39,6 +42,7 @@ class Sample:
     sequence: int | None = None
     set: int | None = None
     targets_T: Tensor | None = None
+    owned_T: Tensor | None = None
 
     def __post_init__(self):
         if not (isinstance(self.tokens_T, Tensor) and isinstance(self.mask_T, Tensor)):
@@ -55,6 +59,12 @@ class Sample:
             )
         if not self.mask_T.is_meta and bool(self.mask_T[0]):
             raise ValueError("mask_T[0] must be False: the first token of a sequence is not predicted from anything")
+        owned_T = self.owned_T
+        if owned_T is not None and (owned_T.shape != self.tokens_T.shape or owned_T.dtype != torch.bool):
+            raise ValueError(
+                f"owned_T must be bool of shape {tuple(self.tokens_T.shape)}, not {owned_T.dtype} "
+                f"{tuple(owned_T.shape)}"
+            )
         shapes, targets_T = [tuple(self.tokens_T.shape)], self.targets_T
         if targets_T is not None:
             several = targets_T.ndim == 2 and len(targets_T) == len(self.tokens_T) and targets_T.shape[1] > 0
@@ -86,15 +96,16 @@ class Sample:
     def values(self) -> tuple:
         """Return plain containers and tensors from which `Sample(*values)` makes the sample again."""
         ids = self.id, self.sequence, self.set
-        return self.tokens_T, self.mask_T, self.group, dict(self.fields), *ids, self.targets_T
+        return self.tokens_T, self.mask_T, self.group, dict(self.fields), *ids, self.targets_T, self.owned_T
 
 
 def outline(sample: Sample) -> Sample:
     """Return the sample with its tensors on torch's meta device, without contents; numbers and id are kept."""
     fields = {name: values_T.to("meta") for name, values_T in sample.fields.items()}
     targets_T = None if sample.targets_T is None else sample.targets_T.to("meta")
+    owned_T = None if sample.owned_T is None else sample.owned_T.to("meta")
     tokens_T, mask_T = sample.tokens_T.to("meta"), sample.mask_T.to("meta")
-    return replace(sample, tokens_T=tokens_T, mask_T=mask_T, fields=fields, targets_T=targets_T)
+    return replace(sample, tokens_T=tokens_T, mask_T=mask_T, fields=fields, targets_T=targets_T, owned_T=owned_T)
 
 
 def target_shape(samples: Sequence[Sample]) -> tuple[int, ...]:

@@ -224,6 +224,33 @@ class AlgorithmConfig(Keys, group="algorithm"):
         "most importance_cap. With old_logprobs=rollout only for a loss without a ratio.",
     )
     importance_cap: float = key(2.0, "Largest importance weight.", above=0)
+    importance_beyond: Literal["truncate", "mask"] = key(
+        "truncate", "A weight above importance_cap becomes importance_cap, or 0 (mask)."
+    )
+    importance_low: float | None = key(
+        None,
+        "With importance_beyond=mask: a weight below this becomes 0 as well (IcePop); null: none.",
+        above=0,
+    )
+    rejection: Literal["none", "sequence", "geometric"] = key(
+        "none",
+        "Give a whole trajectory the weight 0 where the product (sequence), or the geometric mean (geometric), of its "
+        "tokens' probabilities under the trainer over the backend's is outside rejection_low to rejection_high.",
+    )
+    rejection_low: float | None = key(None, "With rejection: smallest ratio that is kept; null: any.", above=0)
+    rejection_high: float | None = key(None, "With rejection: largest ratio that is kept; null: any.", above=0)
+    veto: float | None = key(
+        None,
+        "Give a whole trajectory the weight 0 where a token's probability under the trainer over the backend's is "
+        "below this, such as 1e-4; null: never.",
+        above=0,
+        below=1,
+    )
+    rejected: Literal["counted", "removed"] = key(
+        "counted",
+        "Whether tokens of weight 0 stay in the counts that loss.aggregation divides by (counted), or are no targets "
+        "(removed, which takes a pass of log-probabilities before the step).",
+    )
     minibatches: int = key(1, "Optimizer steps that a generated batch feeds in one epoch.", at_least=1)
     minibatch_by: Literal["completion", "prompt"] = key(
         "completion",
@@ -269,12 +296,87 @@ class AlgorithmConfig(Keys, group="algorithm"):
             self.dual_clip,
             f"goes with algorithm.loss=clip (it is {self.loss}); set it to null",
         )
+        self._check_corrections()
         if self.importance != "none" and self.old_logprobs == "rollout" and loss_of(self.loss).ratio:
             raise UserError(
                 f"algorithm.importance={self.importance} with algorithm.old_logprobs=rollout would count the "
                 "difference twice: the ratio starts from the rollout's probabilities already; set importance=none, or "
                 "old_logprobs=train"
             )
+
+    def _check_corrections(self) -> None:
+        """Raise UserError where keys of the mismatch between trainer and backend do not go together."""
+        masks = self.importance_beyond == "mask"
+        require(
+            self.importance != "none" or not masks,
+            "algorithm.importance_beyond",
+            self.importance_beyond,
+            "goes with importance weights: set algorithm.importance=token or sequence",
+        )
+        require(
+            self.importance_low is None or masks,
+            "algorithm.importance_low",
+            self.importance_low,
+            "goes with algorithm.importance_beyond=mask: set that, or importance_low to null",
+        )
+        require(
+            self.importance_low is None or self.importance_low <= self.importance_cap,
+            "algorithm.importance_low",
+            self.importance_low,
+            f"is above algorithm.importance_cap={self.importance_cap}: no weight would be left",
+        )
+        bounds = {"rejection_low": self.rejection_low, "rejection_high": self.rejection_high}
+        given = [name for name, bound in bounds.items() if bound is not None]
+        require(
+            self.rejection == "none" or bool(given),
+            "algorithm.rejection",
+            self.rejection,
+            "rejects nothing without bounds: set algorithm.rejection_low, algorithm.rejection_high or both",
+        )
+        for name in given:
+            require(
+                self.rejection != "none",
+                f"algorithm.{name}",
+                bounds[name],
+                "goes with algorithm.rejection=sequence or geometric: set that, or the bound to null",
+            )
+        require(
+            len(given) < 2 or (self.rejection_low or 0) <= (self.rejection_high or 0),
+            "algorithm.rejection_low",
+            self.rejection_low,
+            f"is above algorithm.rejection_high={self.rejection_high}: every trajectory would be rejected",
+        )
+        require(
+            self.rejected == "counted" or self.rejects,
+            "algorithm.rejected",
+            self.rejected,
+            "removes nothing: it goes with algorithm.importance_beyond=mask, algorithm.rejection or algorithm.veto",
+        )
+        for name, value, off in (("rejection", self.rejection, "none"), ("veto", self.veto, None)):
+            require(
+                value == off or self.old_logprobs == "train" or not loss_of(self.loss).may_have_ratio,
+                f"algorithm.{name}",
+                value,
+                "compares the policy that generated with the backend, and algorithm.old_logprobs=rollout takes one for "
+                "the other: set old_logprobs=train",
+            )
+        require(
+            self.rejected == "counted" or self.old_logprobs == "train",
+            "algorithm.rejected",
+            self.rejected,
+            "needs weights that are known before the step, and with algorithm.old_logprobs=rollout they are those of "
+            "the present policy: set old_logprobs=train, or rejected=counted",
+        )
+
+    @property
+    def rejects(self) -> bool:
+        """Return whether targets may get the weight 0."""
+        return self.importance_beyond == "mask" or self.rejection != "none" or self.veto is not None
+
+    @property
+    def corrects(self) -> bool:
+        """Return whether targets have weights for the mismatch between trainer and backend."""
+        return self.importance != "none" or self.rejects
 
     @property
     def uses_reference(self) -> bool:
@@ -371,6 +473,11 @@ class RLConfig(Config):
         return self.rollout.temperature if chosen is None else chosen
 
     @property
+    def longest_trajectory(self) -> int:
+        """Return the most tokens that a trajectory samples."""
+        return self.rollout.max_new_tokens
+
+    @property
     def steps_per_batch(self) -> int:
         """Return the number of optimizer steps that one generated batch feeds."""
         return self.algorithm.minibatches * self.algorithm.epochs
@@ -431,6 +538,7 @@ class RLConfig(Config):
             "algorithm.minibatch_by": algorithm.minibatch_by,
             "algorithm.epochs": algorithm.epochs,
             "algorithm.old_logprobs": algorithm.old_logprobs,
+            "algorithm.rejected": algorithm.rejected,
             "algorithm.dynamic_sampling": algorithm.dynamic_sampling,
             "algorithm.kl_in": algorithm.kl_in,
             "use of algorithm.kl_coef (above 0)": algorithm.uses_reference,

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from isoloss.engine.batching.distribute import Scatter
-from isoloss.engine.batching.sample import Sample
+from isoloss.engine.batching.prefixes import with_owned_tokens
+from isoloss.engine.batching.sample import Sample, sequence_numbers
 from isoloss.engine.instruments.profiling import phase
 from isoloss.engine.rl import advantages as estimators
 from isoloss.engine.rl.algorithms import advantage_of, imported
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
 from isoloss.engine.rl.critic import Critic
-from isoloss.engine.rl.losses import kl_estimator
+from isoloss.engine.rl.losses import importance_weights, kl_estimator
 from isoloss.engine.rl.reference import Reference
 from isoloss.engine.rl.trajectory import Group, Trajectory
 from isoloss.engine.step.engine import Engine
@@ -102,7 +103,8 @@ def with_logprobs(groups: Sequence[Group], models: Models, config: RLConfig) -> 
         if scatter.here:
             answers[name] = on_the_host(values)
 
-    if kl_in_reward or (algorithm.old_logprobs == "train" and config.steps_per_batch > 1):
+    before_steps = config.steps_per_batch > 1 or algorithm.rejected == "removed"
+    if kl_in_reward or (algorithm.old_logprobs == "train" and before_steps):
         keep("train_logprobs", models.policy.logprobs(asked, temperature))
     if models.reference is not None:
         keep("ref_logprobs", models.reference.logprobs(asked, temperature))
@@ -125,8 +127,8 @@ def on_the_host(values: list[Tensor]) -> list[Tensor]:
 
 
 def with_advantages(samples: Sequence[Sample], groups: Sequence[Group], config: RLConfig) -> list[Sample]:
-    """Return the samples with `advantages`, and with a critic `returns`. Fields are 0 where a token is no target,
-    except rollout_logprobs.
+    """Return the samples with `advantages`, with a critic `returns`, and what `with_importance` and `with_owned_tokens`
+    add. Fields are 0 where a token is no target, except rollout_logprobs.
 
     samples: samples of all groups, from one call of `with_logprobs` or several.
     """
@@ -141,10 +143,51 @@ def with_advantages(samples: Sequence[Sample], groups: Sequence[Group], config: 
     ]
     rewards_S = shaped_rewards(trajectories, config)
     estimated = estimate(samples, trajectories, rewards_S, group_S, penalty, fields, config)
-    return [
+    learned = [
         replace(sample, group=group, fields={**kept, **added})
         for sample, group, kept, added in zip(samples, group_S.tolist(), fields, estimated)
     ]
+    return with_owned_tokens(with_importance(learned, algorithm))
+
+
+def with_importance(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> list[Sample]:
+    """Return the samples with the field `importance`, where the loss cannot compute it from their targets alone: with
+    algorithm.rejected=removed, whose rejected tokens are then no targets and have fields of 0; and where trajectories
+    are cut into samples and their sums are constants.
+
+    samples: all samples of a batch, with train_logprobs if these were computed.
+    """
+    known = algorithm.old_logprobs == "train" and all("train_logprobs" in sample.fields for sample in samples)
+    sequence_of = sequence_numbers(samples)
+    removes, cut = algorithm.rejected == "removed", len({*sequence_of}) < len(samples)
+    if not (algorithm.corrects and known and (removes or cut)):
+        return [*samples]
+    at = [sample.mask_T for sample in samples]
+    sequence_N = torch.tensor(sequence_of).repeat_interleave(torch.tensor([int(mask_T.sum()) for mask_T in at]))
+
+    def sequence_sum(values_N: Tensor) -> Tensor:
+        return values_N.new_zeros(len(samples)).index_add(0, sequence_N, values_N)[sequence_N]
+
+    train, backend = (
+        torch.cat([sample.fields[name][mask_T] for sample, mask_T in zip(samples, at)])
+        for name in ("train_logprobs", "rollout_logprobs")
+    )
+    weights_N = importance_weights(train - backend, sequence_sum, algorithm)
+    weighted = []
+    for sample, mask_T, of_sample in zip(samples, at, weights_N.split([int(mask_T.sum()) for mask_T in at])):
+        weights_T = torch.zeros(len(sample), dtype=torch.float64).masked_scatter(mask_T, of_sample)
+        kept_T = mask_T & (weights_T != 0) if removes else mask_T
+        fields = {
+            name: values if name == "rollout_logprobs" else values * kept_T for name, values in sample.fields.items()
+        }
+        weighted.append(replace(sample, mask_T=kept_T, fields={**fields, "importance": weights_T}))
+    return weighted
+
+
+def removed_fraction(before: Sequence[Sample], after: Sequence[Sample]) -> float:
+    """Return the share of targets that algorithm.rejected=removed took away."""
+    targets, kept = (sum(int(sample.mask_T.sum()) for sample in samples) for samples in (before, after))
+    return (targets - kept) / max(targets, 1)
 
 
 def to_samples(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[Sample]:
@@ -181,7 +224,7 @@ def shaped_rewards(trajectories: Sequence[Trajectory], config: RLConfig) -> Tens
     rewards_S = torch.tensor([t.reward if t.valid else 0.0 for t in trajectories], dtype=torch.float64)
     lengths_S = torch.tensor([len(t.completion.tokens) for t in trajectories])
     punishment_S = estimators.overlong_punishment(
-        lengths_S, config.rollout.max_new_tokens, config.algorithm.overlong_buffer
+        lengths_S, config.longest_trajectory, config.algorithm.overlong_buffer
     )
     return rewards_S + config.algorithm.overlong_penalty * punishment_S
 

@@ -14,7 +14,14 @@ from isoloss.engine.rl.algorithms import check_functions
 from isoloss.engine.rl.backends.servers.api_key import api_key_of
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
 from isoloss.engine.rl.critic import Critic
-from isoloss.engine.rl.experience import Models, RolloutBatch, minibatches, with_advantages, with_logprobs
+from isoloss.engine.rl.experience import (
+    Models,
+    RolloutBatch,
+    minibatches,
+    removed_fraction,
+    with_advantages,
+    with_logprobs,
+)
 from isoloss.engine.rl.group_sampling import SampledGroups, sample_groups
 from isoloss.engine.rl.health import watched
 from isoloss.engine.rl.losses import policy_loss
@@ -139,8 +146,11 @@ def make_batch(groups: SampledGroups, models: Models, step: int, config: RLConfi
     one is generated, if the backend can do both. Collective over the world."""
     asked = [sample for wave in groups.waves for sample in with_logprobs(wave, models, config)]
     samples = models.scatter.make(lambda: with_advantages(asked, groups.kept, config))
+    stats = batch_stats(groups)
+    if config.algorithm.rejected == "removed":  # else the loss counts them
+        stats = {**stats, "rejected_fraction": removed_fraction(asked, samples) if models.scatter.here else 0.0}
     steps = minibatches([sample.group for sample in samples], step, config, sequence_numbers(samples))
-    return RolloutBatch(tuple(samples), steps, batch_stats(groups))
+    return RolloutBatch(tuple(samples), steps, stats)
 
 
 def evaluate(rollout: Rollout, data: RLData, log: RolloutLog, step: int) -> dict[str, float]:

@@ -2,12 +2,14 @@
 
 A loss reads these fields of its samples: `advantages`; `rollout_logprobs`, from the backend; `train_logprobs` of the
 policy that generated, from the trainer (without them the present policy is that one, as in the first optimizer step
-after generation); `ref_logprobs` of the initial policy; `returns` and `old_values`, with a critic.
+after generation); `importance`, weights that were computed before the step; `ref_logprobs` of the initial policy;
+`returns` and `old_values`, with a critic.
 
 All tensors are [N], the labeled tokens of a micro-batch on this rank.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -36,7 +38,7 @@ def policy_loss(config: RLConfig, function: Callable[..., Tensor] | None = None)
     def weighting(mode: str | None) -> Aggregation:
         if mode is None or mode == main.mode:
             return main
-        length = config.rollout.max_new_tokens if mode == "seq-mean-token-sum-norm" else None
+        length = config.longest_trajectory if mode == "seq-mean-token-sum-norm" else None
         return dataclasses.replace(main, mode=mode, norm_length=length)
 
     function = function or imported(loss_of(algorithm.loss).function, "algorithm.loss")
@@ -118,22 +120,57 @@ def clipped(ratio: Tensor, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def importance(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor | float:
-    """Return the truncated importance weight of the trainer's policy over the rollout's, of each token or its sequence.
+    """Return the importance weight of the trainer's policy over the rollout's, of each token or its sequence: those of
+    the samples' field, or else `importance_weights`.
 
     The trainer's policy is the one that generated, or with algorithm.old_logprobs=rollout, where no ratio accounts for
     the steps since then, the present one.
 
     Engines compute the same weights to different rounding (or precision), so tokens come from a policy that is not
     quite the trainer's: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
-    `sequence`: one all-reduce over context.
+    Collectives: those of `importance_weights`.
     """
-    if algorithm.importance == "none":
+    if not algorithm.corrects:
         return 1.0
+    if "importance" in inputs.fields:
+        return inputs.fields["importance"]
     train = inputs.logprobs_N.detach() if algorithm.old_logprobs == "rollout" else train_logprobs(inputs)
-    difference = train - inputs.fields["rollout_logprobs"]
-    if algorithm.importance == "sequence":
-        difference = inputs.sequence_sum(difference)
-    return torch.exp(difference.clamp(max=LARGEST_LOG_RATIO)).clamp(max=algorithm.importance_cap)
+    return importance_weights(train - inputs.fields["rollout_logprobs"], inputs.sequence_sum, algorithm)
+
+
+def importance_weights(
+    difference: Tensor, sequence_sum: Callable[[Tensor], Tensor], algorithm: AlgorithmConfig
+) -> Tensor:
+    """Return the weight of each target, with d the trainer's log-probability less the backend's, r = exp(d), or of the
+    sum of d over its sequence (algorithm.importance), and sums over the targets of its sequence:
+
+    truncate      min(r, cap)
+    mask          r if r <= cap, else 0; with a lower bound too: IcePop (Ring-1T, arXiv 2510.18855)
+    rejection     0 where exp(sum d), or exp(mean d), is outside its bounds
+    veto          0 where some target of the sequence has exp(d) below it
+
+    sequence_sum: function that sums over the targets of each target's sequence. One call of it for each of
+        importance=sequence and veto, one for rejection=sequence and two for geometric.
+    """
+    weight = torch.ones_like(difference)
+    if algorithm.importance != "none":
+        log = sequence_sum(difference) if algorithm.importance == "sequence" else difference
+        ratio = torch.exp(log.clamp(max=LARGEST_LOG_RATIO))
+        weight = ratio.clamp(max=algorithm.importance_cap)
+        if algorithm.importance_beyond == "mask":
+            kept = (ratio <= algorithm.importance_cap) & (ratio >= (algorithm.importance_low or 0.0))
+            weight = torch.where(kept, ratio, 0.0)
+    if algorithm.rejection != "none":
+        log = sequence_sum(difference)
+        if algorithm.rejection == "geometric":
+            log = log / sequence_sum(torch.ones_like(difference))
+        low, high = algorithm.rejection_low, algorithm.rejection_high
+        outside = (log < (-math.inf if low is None else math.log(low))) | (log > math.log(high or math.inf))
+        weight = torch.where(outside, 0.0, weight)
+    if algorithm.veto is not None:
+        below = (difference < math.log(algorithm.veto)).to(difference.dtype)
+        weight = torch.where(sequence_sum(below) > 0, 0.0, weight)
+    return weight
 
 
 # ---- KL and entropy -------------------------------------------------------------------------------------------------
@@ -206,6 +243,7 @@ def mean_metrics(algorithm: AlgorithmConfig) -> dict[str, PerToken]:
     generated. entropy: nats. Three metrics compare the trainer's and the backend's log-probabilities under the weights
     that generated: train_rollout_logprob_diff, their absolute difference; train_rollout_kl, k3 of the backend's policy
     from the trainer's; train_rollout_outliers, the share of tokens that are more than half a nat apart.
+    rejected_fraction, where algorithm.rejected=counted and tokens can be rejected: the share of weight 0.
     These metrics have to show a tail, so their k3 has no LARGEST_K3.
     """
 
@@ -231,6 +269,12 @@ def mean_metrics(algorithm: AlgorithmConfig) -> dict[str, PerToken]:
         difference = rollout_difference(inputs)
         return (difference > OUTLIER).to(difference.dtype)
 
+    def rejected_fraction(inputs: TokenInputs) -> Tensor:
+        weight = importance(inputs, algorithm)
+        assert isinstance(weight, Tensor), "the algorithm rejects"
+        return (weight == 0).to(inputs.logprobs_N.dtype)
+
+    rejected = {"rejected_fraction": rejected_fraction} if algorithm.rejects and algorithm.rejected == "counted" else {}
     return {
         "clip_fraction": clip_fraction,
         "kl": kl,
@@ -238,6 +282,7 @@ def mean_metrics(algorithm: AlgorithmConfig) -> dict[str, PerToken]:
         "train_rollout_logprob_diff": rollout_difference,
         "train_rollout_kl": rollout_kl,
         "train_rollout_outliers": outliers,
+        **rejected,
     }
 
 

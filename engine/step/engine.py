@@ -27,11 +27,12 @@ from isoloss.engine.instruments import startup
 from isoloss.engine.instruments.profiling import phase
 from isoloss.engine.memory.offload import Offloader
 from isoloss.engine.step import moe_balancing, replica_check
-from isoloss.engine.step.forward_backward import Head, Pass, StepMetrics, run_steps, run_targets
+from isoloss.engine.step.forward_backward import Head, Pass, StepMetrics, run_inputs, run_steps, run_targets
 from isoloss.engine.step.losses import Loss, LossLike, Term, as_loss, negative_log_likelihood
 from isoloss.engine.step.model_source import ModelSource, digest, factors_of, resolve
 from isoloss.engine.step.optimizer import Gather, Overlap, clip_gradients, global_grad_norm, set_hyperparameters
 from isoloss.engine.step.prompts import PromptLogprobs, prompt_head, prompt_samples, read_prompts
+from isoloss.engine.step.sequence_sums import KnownSums, calls_sums, known_sums
 from isoloss.engine.step.step_batch import StepBatch, prepare_step
 from isoloss.engine.step.together import run_calls
 from isoloss.engine.step.trained import Trained
@@ -41,6 +42,7 @@ from isoloss.models.lora.frozen import FrozenModel
 from isoloss.models.mcore.build import accumulate_in_embedding, accumulate_in_products
 from isoloss.models.mcore.layer_config import BuildOptions
 from isoloss.models.mcore.layers.value_head import CriticWeights
+from isoloss.models.mcore.moe.router_losses import ChoiceCounts, RouterLosses
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.mcore.weight_stream import Receives
 from isoloss.models.model import Model, own_data
@@ -261,8 +263,9 @@ class Engine:
         """Compute the loss of the samples without gradients, normalized and with outputs as in a training step."""
         loss = as_loss(loss, self.config.loss)
         batch = self._prepare(samples, loss)
+        known = self._first_pass(batch, samples, loss)
         with torch.no_grad():
-            return run_steps(self.model, [Pass(batch, loss)], forward_only=True)[0]
+            return run_steps(self.model, [Pass(batch, loss, known=known)], forward_only=True)[0]
 
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Tensor]:
         """Return log p(target | tokens before it) for every target of every sample: fp64 of the shape of its targets,
@@ -567,14 +570,30 @@ class Engine:
         self._check_call(loss)
         batch, router_losses = self._prepare(samples, loss), None
         if self.load_balancing is not None:
-            if batch.sequences < len(batch.lengths):
-                raise UserError(
-                    "moe.aux_loss_coef, moe.z_loss_coef and moe.bias_update_rate count every token that a router sees, "
-                    "and Sample.sequence cuts a trajectory into several samples, which repeat its tokens: give each "
-                    "trajectory as one sample, or set these keys to 0"
-                )
-            router_losses = moe_balancing.start(self.load_balancing, batch.lengths, loss, self.device)
-        return Pass(batch, loss, router_losses, self._activate)
+            router_losses = moe_balancing.start_step(self.load_balancing, batch, loss, self.device)
+        return Pass(batch, loss, router_losses, self._activate, self._first_pass(batch, samples, loss, router_losses))
+
+    def _first_pass(
+        self, batch: StepBatch, samples: Sequence[Sample], loss: Loss, router_losses: RouterLosses | None = None
+    ) -> KnownSums | None:
+        """Find what the pass reads of whole sequences, where their samples are in several micro-batches: return sums of
+        the loss and its slopes (None where it has no sums, and on stages without a loss), and give the routers' losses
+        the choices of experts. Collectives: where something is read, the model's, and those of `known_sums` and
+        `reduce_choices`."""
+        if not batch.spread:
+            return None
+        sums = calls_sums(loss, samples[0].fields, target_shape=batch.target_shape, critic=self.arch.critic)
+        counts = None
+        if router_losses is not None and router_losses.read_choices:
+            counts = ChoiceCounts(batch.sequences)
+        if not sums and counts is None:
+            return None
+        parts = run_inputs(self.model, batch, loss, counts)
+        if router_losses is not None and counts is not None:
+            router_losses.chosen = moe_balancing.reduce_choices(counts, self.mesh)
+        if not (sums and parts):
+            return None
+        return known_sums(loss, parts, batch.sequences, batch.total_tokens, self.mesh.dp_context)
 
     def _check_call(self, loss: Loss) -> None:
         """Raise ValueError where this call of `forward_backward` would make the gradient of the step wrong."""

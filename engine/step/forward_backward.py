@@ -19,11 +19,12 @@ from isoloss.engine.instruments import watchdog
 from isoloss.engine.instruments.profiling import Stopwatch, phase
 from isoloss.engine.step.losses import Fields, Loss, TokenInputs, one_per_target
 from isoloss.engine.step.moe_balancing import reduce_losses, routed_tokens
+from isoloss.engine.step.sequence_sums import KnownSums, Part, refuse_sums
 from isoloss.engine.step.step_batch import MicroBatches, StepBatch
 from isoloss.models.mcore.gpt import forward_row
 from isoloss.models.mcore.moe.dispatch import Bound
 from isoloss.models.mcore.moe.experts import RoutedRow
-from isoloss.models.mcore.moe.router_losses import RouterLoss, RouterLosses
+from isoloss.models.mcore.moe.router_losses import ChoiceCounts, RouterLoss, RouterLosses
 from isoloss.models.model import Model
 from isoloss.parallel import Mesh
 from isoloss.parallel.normalizer import StepCounts
@@ -91,12 +92,14 @@ class Pass:
     router_losses: losses that the routers add (`moe_balancing.start`).
     activate: function that lets the model compute with the adapter of this pass; called before each forward and each
         backward of its micro-batches, as those of other passes may lie between.
+    known: sums over sequences of a first pass (`run_inputs`).
     """
 
     batch: StepBatch
     loss: Loss
     router_losses: RouterLosses | None = None
     activate: Callable[[], None] | None = None
+    known: KnownSums | None = None
 
 
 def run_steps(
@@ -132,7 +135,7 @@ def run_steps(
 
     def of_loss(turn: tuple[int, PackedBatch], hidden: Tensor):
         number, row = turn
-        value, numbers = _loss(model, passes[number].loss, row, hidden)
+        value, numbers = _loss(model, passes[number].loss, row, hidden, passes[number].known)
         return value, (number, numbers)
 
     rows = [tokens for each in passes for tokens in each.batch.rows]
@@ -241,6 +244,23 @@ def run_targets(model: Model, batch: StepBatch, head: Head, shape: tuple[int, ..
     return at_targets(parts, shape, batch.total_tokens, model.mesh)
 
 
+def run_inputs(model: Model, batch: StepBatch, loss: Loss, choices: ChoiceCounts | None = None) -> list[Part]:
+    """Return what a loss reads of every micro-batch, without gradients; [] but on the last stage.
+
+    choices: counts to which the routers add their choices.
+    Collectives: the model's.
+    """
+
+    def collect(micro_batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Part]:
+        return hidden.new_zeros(()), (micro_batch, _token_inputs(model, micro_batch, hidden, loss))
+
+    forward = partial(_forward, model, choices, lambda micro_batch: None)
+    with torch.no_grad():
+        return run_schedule(
+            model.mesh, model.chunks, batch.micro_batches, batch.rows, forward, collect, forward_only=True
+        )
+
+
 def at_targets(parts: Sequence[tuple[Tensor, Tensor]], shape: tuple[int, ...], total_tokens: int, mesh: Mesh) -> Tensor:
     """Put values of targets at their places in the step, [total tokens, *shape] fp64 in the order of the samples, on
     every rank; 0 elsewhere.
@@ -260,7 +280,7 @@ def at_targets(parts: Sequence[tuple[Tensor, Tensor]], shape: tuple[int, ...], t
 @phase("forward")
 def _forward(
     model: Model,
-    router_losses: RouterLosses | None,
+    router_losses: RouterLosses | ChoiceCounts | None,
     bound: Callable[[PackedBatch], Bound | None],
     chunk: nn.Module,
     micro_batch: PackedBatch,
@@ -286,18 +306,24 @@ def _bound(mesh: Mesh, share: float | None, lost: Tensor | None, micro_batch: Pa
 
 @phase("loss")
 def _loss(
-    model: Model, loss: Loss, micro_batch: PackedBatch, hidden: Tensor
+    model: Model, loss: Loss, micro_batch: PackedBatch, hidden: Tensor, known: KnownSums | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Sequence[Tensor] | None]]:
-    """Return the differentiated loss of a micro-batch, its `StepTotals.flat`, places of targets, and outputs."""
-    inputs = _token_inputs(model, micro_batch, hidden, loss)
+    """Return the differentiated loss of a micro-batch, its `StepTotals.flat`, places of targets, and outputs.
+
+    known: sums of a first pass, whose slopes are then what is differentiated.
+    """
+    inputs = _token_inputs(model, micro_batch, hidden, loss, known)
     weights_AN = micro_batch.weights_AN.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
     value, sums = hidden.new_zeros(()), []
     magnitude: Any = 0.0
-    for term in loss.terms:
-        terms_N = weights_AN[loss.aggregations.index(term.aggregation)] * term.values(inputs)
-        value = value + term.coefficient * terms_N.sum()
-        sums.append(terms_N.detach().sum(dtype=torch.float64))
-        magnitude = magnitude + abs(term.coefficient) * terms_N.detach().abs().sum(dtype=torch.float64)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and known is None):
+        for term in loss.terms:
+            terms_N = weights_AN[loss.aggregations.index(term.aggregation)] * term.values(inputs)
+            value = value + term.coefficient * terms_N.sum()
+            sums.append(terms_N.detach().sum(dtype=torch.float64))
+            magnitude = magnitude + abs(term.coefficient) * terms_N.detach().abs().sum(dtype=torch.float64)
+    if known is not None:
+        value = known.linear(inputs, micro_batch.origin_N)
     with torch.no_grad():
         totals = StepTotals(
             weight_sums=[*weights_AN.sum(1, dtype=torch.float64)],
@@ -312,7 +338,9 @@ def _loss(
     return value, (torch.stack(totals.flat()), micro_batch.origin_N, outputs or None)
 
 
-def _token_inputs(model: Model, micro_batch: PackedBatch, hidden: Tensor, loss: Loss) -> TokenInputs:
+def _token_inputs(
+    model: Model, micro_batch: PackedBatch, hidden: Tensor, loss: Loss, known: KnownSums | None = None
+) -> TokenInputs:
     at = micro_batch.labelled_N
     values_N = entropy_N = None
     if model.arch.critic:
@@ -324,8 +352,13 @@ def _token_inputs(model: Model, micro_batch: PackedBatch, hidden: Tensor, loss: 
         )
     dtype = logprobs_N.dtype
     fields = Fields({name: values.to(dtype) for name, values in micro_batch.fields.items()})
-    row = micro_batch.document_N, len(micro_batch.length_S), model.mesh.context, micro_batch.cut_sequences
-    return TokenInputs(logprobs_N, entropy_N, values_N, fields, *row)
+    row = micro_batch.document_N, len(micro_batch.length_S)
+    if micro_batch.cut_sequences:
+        row = micro_batch.sequence_N, micro_batch.num_sequences
+    sums = None
+    if micro_batch.spread_sequences:
+        sums = refuse_sums if known is None else known.replayed(micro_batch.sequence_N)
+    return TokenInputs(logprobs_N, entropy_N, values_N, fields, *row, model.mesh.context, sums)
 
 
 def check_canary(weight_sum: float, counts: StepCounts, dtype: torch.dtype, consumer: str = "the loss head") -> None:

@@ -23,8 +23,8 @@ class TokenInputs:
     entropy_N: entropy of the predicted distribution, in nats, if the loss asked for it.
     values_N: output of a critic's value head; logprobs_N is then empty and entropy_N None.
     fields: fields of the samples, each [N] or [N, K] like the samples' own.
-    document_N: the document of the row that each target belongs to.
-    cut_sequences: whether a sequence of the step is cut into several samples.
+    document_N: the document of the row that each target belongs to, or its sequence, where one has several documents.
+    sums: function that sums over sequences in place of the documents of the row (`isoloss.engine.step.sequence_sums`).
     """
 
     logprobs_N: Tensor
@@ -34,20 +34,16 @@ class TokenInputs:
     document_N: Tensor
     num_documents: int
     context: dist.ProcessGroup
-    cut_sequences: bool = False
+    sums: Callable[[Tensor], Tensor] | None = None
 
     def sequence_sum(self, values_N: Tensor) -> Tensor:
-        """Sum `values_N` over all targets of each target's sequence, [N], however it is sharded.
+        """Sum `values_N` over all targets of each target's sequence, [N], however it is sharded or cut into samples.
 
-        Differentiable. Raises UserError where sequences are cut into samples. Collectives: one all-reduce over context,
-        another in the backward.
+        Differentiable. Call it for every micro-batch, also for one without targets. Collectives: one all-reduce over
+        context, another in the backward; none where a first pass has found the sums.
         """
-        if self.cut_sequences:
-            raise UserError(
-                "a loss sums over whole sequences (sequence_sum, as algorithm.loss=gspo and algorithm.importance="
-                "sequence do), but Sample.sequence says that some are cut into several samples, which may be computed "
-                "apart: give each sequence as one sample, or use a loss of single tokens"
-            )
+        if self.sums is not None:
+            return self.sums(values_N)
         return sum_over_documents(values_N, self.document_N, self.num_documents, self.context)[self.document_N]
 
 

@@ -4,8 +4,9 @@ Shape suffixes: A losses, O tokens of the step, R tokens of this rank's slice, Z
 S documents of the row, L layers with experts on this rank, E experts.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,18 @@ from torch import Tensor, nn
 from isoloss.engine.batching.packing import PackedBatch
 from isoloss.engine.config.schema import MoeConfig
 from isoloss.engine.step.losses import Loss
+from isoloss.engine.step.step_batch import StepBatch
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.moe.router import routers
-from isoloss.models.mcore.moe.router_losses import RoutedTokens, RouterLoss, RouterLosses, sequence_balance, z_loss
-from isoloss.parallel import Mesh
+from isoloss.models.mcore.moe.router_losses import (
+    ChoiceCounts,
+    RoutedTokens,
+    RouterLoss,
+    RouterLosses,
+    sequence_balance,
+    z_loss,
+)
+from isoloss.parallel import Mesh, UserError
 from isoloss.parallel.aggregation import Aggregation
 from isoloss.parallel.mesh import reuse_world_group
 from isoloss.parallel.normalizer import TokenCounts, token_weights
@@ -64,15 +73,51 @@ def start(balancing: LoadBalancing, lengths: Sequence[int], loss: Loss, device: 
     return RouterLosses(balancing.losses, weights_AO.to(device), counts)
 
 
-def routed_tokens(micro_batch: PackedBatch, mesh: Mesh, router_losses: RouterLosses | None) -> RoutedTokens:
-    """Return the tokens of this rank's slice that its routers see."""
+def start_step(balancing: LoadBalancing, batch: StepBatch, loss: Loss, device: torch.device) -> RouterLosses:
+    """Return the weighted losses of the routers, as `start`. Where the step cuts trajectories into samples, a document
+    is a trajectory, and each of its tokens counts once: for the sample that owns it.
+
+    Raises UserError where such samples do not say which tokens they own. No collective.
+    """
+    if batch.sequences == len(batch.lengths):
+        return start(balancing, batch.lengths, loss, device)
+    if not batch.owned:
+        raise UserError(
+            "moe.aux_loss_coef, moe.z_loss_coef and moe.bias_update_rate count every token that a router sees, and "
+            "Sample.sequence cuts a trajectory into several samples, which repeat its tokens: give these samples "
+            "owned_T (isoloss.engine.batching.prefixes.with_owned_tokens), or set these keys to 0"
+        )
+    of_trajectories = start(balancing, batch.owned, loss, device)
+    firsts = torch.tensor([0, *accumulate(batch.owned)][:-1])
+    first_O = firsts[torch.tensor(batch.sequence_of)].repeat_interleave(torch.tensor(batch.lengths))
+    return RouterLosses(balancing.losses, of_trajectories.weights_AO[:, first_O.to(device)], of_trajectories.counts)
+
+
+def routed_tokens(micro_batch: PackedBatch, mesh: Mesh, watched: RouterLosses | ChoiceCounts | None) -> RoutedTokens:
+    """Return the tokens of this rank's slice that its routers see, with losses that they add, or counts."""
 
     def own(row_R: Tensor) -> Tensor:
         return row_R.chunk(mesh.tp.size())[mesh.tp.rank()] if mesh.layout.sequence_parallel else row_R
 
     tokens = own(micro_batch.piece_R), own(micro_batch.positions_R)
     of_row = micro_batch.members_SP, micro_batch.length_S, micro_batch.start_S
-    return RoutedTokens(*tokens, *of_row, mesh.megatron.tp_cp, router_losses)
+    routed = RoutedTokens(*tokens, *of_row, mesh.megatron.tp_cp)
+    if micro_batch.cut_sequences:
+        routed = replace(routed, sequence_S=micro_batch.sequence_S)
+    if isinstance(watched, ChoiceCounts):
+        return replace(routed, choice_counts=watched)
+    return replace(routed, router_losses=watched)
+
+
+def reduce_choices(counts: ChoiceCounts, mesh: Mesh) -> Mapping[int, Tensor]:
+    """Return the choices of this stage's routers over all ranks, by layer. Collectives: one all-reduce of them over
+    tp x dp x context."""
+    layers = sorted(counts.of_layer)
+    if not layers:  # a pipeline stage of dense layers
+        return {}
+    total_LUE = torch.stack([counts.of_layer[layer] for layer in layers])
+    dist.all_reduce(total_LUE, group=reuse_world_group(mesh.megatron.tp_dp_cp))
+    return dict(zip(layers, total_LUE))
 
 
 def reduce_losses(router_losses: RouterLosses, mesh: Mesh) -> tuple[list[float], list[float]]:

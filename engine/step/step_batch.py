@@ -43,6 +43,9 @@ class StepBatch:
     lengths: tokens of every sample of the step.
     target_shape: shape of the targets of a position, () or (K,).
     sequences: number of trajectories of the step.
+    spread: whether samples of one trajectory are in several micro-batches.
+    sequence_of: number of the trajectory of each sample of the step.
+    owned: tokens of each trajectory, each once; () where none is cut, or samples do not say which they own.
     spans: start and end position of each piece that a dp rank computes, by dp rank.
     cost, total_cost: forward FLOPs of this rank, and of all.
     """
@@ -54,6 +57,9 @@ class StepBatch:
     sequences: int
     spans: Sequence[Sequence[tuple[int, int]]]
     target_shape: tuple[int, ...] = ()
+    spread: bool = False
+    sequence_of: Sequence[int] = ()
+    owned: Sequence[int] = ()
     cost: float = 0.0
     total_cost: float = 0.0
 
@@ -86,18 +92,35 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
         ids["prompts"] = Ids("group", [number_of[samples[index].group] for index in order], len(number_of))
     if num_sequences < len(samples):
         ids["sequences"] = Ids("sequence", [sequence_of[index] for index in order], num_sequences)
-    counts = count_tokens(masks, mesh.dp_context, counted=mesh.context.rank() == 0, **ids)
+    owned = None
+    if num_sequences < len(samples) and all(s.sequence is None or s.owned_T is not None for s in samples):
+        owned = [len(s) if s.owned_T is None else int(s.owned_T.sum()) for s in map(samples.__getitem__, order)]
+    counts = count_tokens(masks, mesh.dp_context, owned=owned, counted=mesh.context.rank() == 0, **ids)
     weights, step_counts = zip(*(token_weights(masks, counts, aggregation) for aggregation in loss.aggregations))
     weights_of = {index: torch.stack(modes) for index, *modes in zip(order, *weights)}
-    step = StepSamples(samples, weights_of, len(loss.aggregations))
+    step = StepSamples(samples, weights_of, len(loss.aggregations), sequence_of, counts.owned_Q.tolist())
+    spread = is_spread(plan, sequence_of)
     rows = longest = [row_length(tree.lengths, mesh) for tree in trees]
     if mesh.layout.ep > 1:  # ranks that share experts may have longer rows
         longest = [max(row_length(tree.lengths, mesh) for tree in ranks) for ranks in zip(*plan.trees)]
 
     def pack_one(index: int) -> PackedBatch:
         packed = pack(step, micro_batches[index], trees[index], mesh, device)
-        return replace(packed, cut_sequences=num_sequences < len(samples), longest=longest[index])
+        cut = {"cut_sequences": num_sequences < len(samples), "spread_sequences": spread}
+        return replace(packed, **cut, num_sequences=num_sequences, longest=longest[index])
 
     packed = MicroBatches(len(micro_batches), pack_one)
     spans = [[*chain.from_iterable(tree.spans for tree in rank_trees)] for rank_trees in plan.trees]
-    return StepBatch(packed, tuple(rows), step_counts, tuple(map(len, samples)), num_sequences, spans, shape)
+    sizes = tuple(rows), step_counts, tuple(map(len, samples)), num_sequences
+    return StepBatch(packed, *sizes, spans, shape, spread, sequence_of, step.owned)
+
+
+def is_spread(plan: Plan, sequence_of: Sequence[int]) -> bool:
+    """Return whether samples of one sequence are in several micro-batches of the plan."""
+    places: dict[int, int] = {}
+    micro_batches = chain.from_iterable(plan.micro_batches)
+    return any(
+        places.setdefault(sequence_of[index], number) != number
+        for number, micro_batch in enumerate(micro_batches)
+        for index in micro_batch
+    )

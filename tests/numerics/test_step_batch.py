@@ -1,5 +1,5 @@
 """A trajectory weighs the same however it is cut into samples: loss and every gradient are those of the uncut one, for
-every aggregation, wherever its samples are computed. What cannot go by trajectory says so."""
+every aggregation and losses that sum over a sequence, wherever its samples are computed."""
 
 import itertools
 from dataclasses import replace
@@ -14,7 +14,6 @@ from support.ranks.invariance import FOUR_LAYERS, cases, loss_of
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import BatchConfig, Config, ModelConfig, MoeConfig, TrainConfig
 from isoloss.engine.rl.config import AlgorithmConfig, RewardConfig, RLConfig
-from isoloss.engine.rl.losses import policy_loss
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.losses import Loss, negative_log_likelihood
 from isoloss.models.families.registry import read_architecture
@@ -67,14 +66,20 @@ BUDGETS = (45, 100)
 POLICY = RLConfig(
     ModelConfig("anywhere"), reward=RewardConfig(function=("exact_match",)), algorithm=AlgorithmConfig(kl_coef=0.2)
 )
+SUMS = [
+    replace(POLICY, loss=loss_of("seq-mean-token-mean"), algorithm=AlgorithmConfig(kl_coef=0.2, loss="gspo")),
+    replace(POLICY, algorithm=AlgorithmConfig(importance="sequence", importance_cap=3.0)),
+]
 CASES = [
     *cases(zip(MODES, itertools.cycle(BUDGETS))),
     *(replace(case, loss=replace(case.loss, count_fully_masked=True)) for case in cases(zip(MODES[1:5], [0] * 4))),
     Case(45, loss_of("seq-mean-token-mean"), POLICY),
+    *(Case(45, policy.loss, policy) for policy in SUMS),
+    Case(0, SUMS[0].loss, SUMS[0]),  # the samples are in one micro-batch
 ]
 
 
-@pytest.mark.parametrize("layout", ["1", "dp2", "ulysses2", "ring2-shared", "pp2"])
+@pytest.mark.parametrize("layout", ["1", "dp2", "ulysses2", "ring2-shared", "pp2", "tp2"])
 def test_a_trajectory_weighs_the_same_however_it_is_cut(grid, layout):
     layout, _, shared = layout.partition("-")
     config = grid.on(layout, batch=BatchConfig(share_prefixes=bool(shared)))
@@ -99,20 +104,6 @@ def test_metrics_count_trajectories(inputs, one_rank):
     metrics = engine.evaluate(cut(), loss)
     assert metrics.sequences == len(whole()) < len(cut())
     assert metrics.weight_sum == pytest.approx(metrics.valid_tokens / 5, rel=1e-6)  # the fourth has no target
-
-
-SUMS = {"gspo": AlgorithmConfig(loss="gspo"), "importance": AlgorithmConfig(importance="sequence", importance_cap=3.0)}
-
-
-@pytest.mark.parametrize("name", SUMS)
-def test_a_sum_over_cut_trajectories_is_refused_by_name(inputs, one_rank, name):
-    model = ModelConfig(f"{inputs}/model", from_scratch=True)
-    engine = Engine(Config(model))
-    loss = policy_loss(replace(POLICY, loss=loss_of("seq-mean-token-mean"), algorithm=SUMS[name]))
-    with pytest.raises(UserError, match=r"sums over whole sequences .*loss=gspo.* Sample\.sequence .*: give"):
-        engine.forward_backward(cut(), loss)
-    engine.zero_grad()
-    assert engine.forward_backward(whole(), loss).sequences == 6
 
 
 def test_losses_of_routers_over_cut_trajectories_are_refused_by_name(tiny_hf, one_rank):

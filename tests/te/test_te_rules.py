@@ -176,7 +176,7 @@ def test_rows_are_dealt_as_transformer_engine_wants_them(lengths, context, tp):
         samples.append(Sample(torch.arange(start, start + length), torch.arange(length) > 0))
         start += length
     weights = {i: torch.ones((1, length), dtype=torch.float64) for i, length in enumerate(lengths)}
-    step, tree = StepSamples(samples, weights, 1), PrefixTree.apart(lengths)
+    step, tree = StepSamples(samples, weights, 1, range(len(samples))), PrefixTree.apart(lengths)
     rows = [
         pack(step, range(len(samples)), tree, fake_mesh(context, rank, tp), torch.device("cpu"))
         for rank in range(context)

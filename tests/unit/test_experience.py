@@ -163,8 +163,8 @@ def test_fields_are_of_their_own_token(advantage):
     rollout_batch = prepared(advantage=advantage, kl_coef=0.1, minibatches=2)
     one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     mesh: Any = SimpleNamespace(ulysses=one, ring=one, row_multiple=8, document_multiple=1, cp_kernel="isoloss")
-    samples = rollout_batch.samples
-    step = StepSamples(samples, {index: s.mask_T.double()[None] for index, s in enumerate(samples)}, 1)
+    samples, numbers = rollout_batch.samples, range(len(rollout_batch.samples))
+    step = StepSamples(samples, {index: s.mask_T.double()[None] for index, s in enumerate(samples)}, 1, numbers)
     tree = PrefixTree.apart([len(sample) for sample in samples])
     row = pack(step, range(len(samples)), tree, mesh, torch.device("cpu"))
     of_target = {

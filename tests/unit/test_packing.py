@@ -43,7 +43,9 @@ def packed(samples, weights, rank_mesh, chosen=None, modes: int = 2) -> PackedBa
     """The row of the chosen samples of a step, all of them by default."""
     chosen = range(len(samples)) if chosen is None else chosen
     tree = PrefixTree.apart([len(samples[index]) for index in chosen])
-    return pack(StepSamples(samples, dict(enumerate(weights)), modes), chosen, tree, rank_mesh, CPU)
+    return pack(
+        StepSamples(samples, dict(enumerate(weights)), modes, range(len(samples))), chosen, tree, rank_mesh, CPU
+    )
 
 
 def concatenated(shards: list[PackedBatch], ring: int = 1) -> PackedBatch:
@@ -73,6 +75,7 @@ def concatenated(shards: list[PackedBatch], ring: int = 1) -> PackedBatch:
         targets_N=of_labels([shard.targets_N for shard in shards]),
         document_N=of_labels([shard.document_N for shard in shards]),
         origin_N=of_labels([shard.origin_N for shard in shards]),
+        sequence_N=of_labels([shard.sequence_N for shard in shards]),
         weights_AN=of_labels([shard.weights_AN.T for shard in shards]).T,
         fields={k: of_labels([shard.fields[k] for shard in shards]) for k in shards[0].fields},
     )
@@ -159,6 +162,7 @@ def test_samples_of_a_step_keep_their_place_whatever_the_order():
     check_whole_row(row, *args, total=7)
     step = torch.cat([sample.tokens_T for sample in samples])
     assert torch.equal(step[row.origin_N], row.targets_N)
+    assert row.sequence_N.tolist() == [chosen[document] for document in row.document_N.tolist()]
 
 
 def test_the_first_token_of_a_document_is_no_target_of_the_one_before():

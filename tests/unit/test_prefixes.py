@@ -89,7 +89,7 @@ def test_every_target_is_there_once_behind_its_own_beginning(tokens, grid):
         offsets.append(place)
         place += len(sample)
     tree = fold(tokens)
-    step = StepSamples(samples, dict(enumerate(weights)), 2)
+    step = StepSamples(samples, dict(enumerate(weights)), 2, range(len(samples)))
     ranks = [mesh(ulysses, rank, 1, ring) for rank in range(ring * ulysses)]
     packed = [pack(step, range(len(samples)), tree, rank, CPU) for rank in ranks]
     lengths, forest = packed[0].lengths, PrefixTree(packed[0].lengths, packed[0].parents)

@@ -69,9 +69,11 @@ class Router(MegatronModule):
         chosen_ZE = routing.chosen_ZE
         # Where activations are computed again, the first pass is without gradients: only the second one counts.
         if tokens is not None and tokens.router_losses is not None and torch.is_grad_enabled():
-            weights_ZE = tokens.router_losses.add(weights_ZE, routing, tokens)
+            weights_ZE = tokens.router_losses.add(weights_ZE, routing, tokens, self.layer)
             if self.expert_bias is not None:
                 self.load_E += (chosen_ZE * tokens.documents_Z[:, None]).sum(0)
+        elif tokens is not None and tokens.choice_counts is not None:
+            tokens.choice_counts.add(self.layer, routing, tokens)
         return weights_ZE, chosen_ZE, routing.chosen_ZX
 
 
