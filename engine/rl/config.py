@@ -248,6 +248,11 @@ class AlgorithmConfig(Keys, group="algorithm"):
         at_least=0,
     )
     overlong_penalty: float = key(1.0, "Subtracted from the reward of a completion of full length.", at_least=0)
+    credit: Literal["trajectory", "turn"] = key(
+        "trajectory",
+        "With several turns: all targets of a trajectory get its one advantage, or, with advantage=rloo, those of a "
+        "turn the rewards from this turn on, less the mean of the others' whole rewards.",
+    )
     gamma: float = key(1.0, "Discount of returns per token, for reinforce++ and gae.", at_least=0, at_most=1)
     gae_lambda: float = key(1.0, "Lambda of generalized advantage estimation.", at_least=0, at_most=1)
     value_clip: float | None = key(
@@ -268,6 +273,12 @@ class AlgorithmConfig(Keys, group="algorithm"):
             "algorithm.dual_clip",
             self.dual_clip,
             f"goes with algorithm.loss=clip (it is {self.loss}); set it to null",
+        )
+        require(
+            self.credit == "trajectory" or self.advantage == "rloo",
+            "algorithm.credit",
+            self.credit,
+            f"needs the baseline of algorithm.advantage=rloo (it is {self.advantage}): set that, or credit=trajectory",
         )
         if self.importance != "none" and self.old_logprobs == "rollout" and loss_of(self.loss).ratio:
             raise UserError(
@@ -371,6 +382,11 @@ class RLConfig(Config):
         return self.rollout.temperature if chosen is None else chosen
 
     @property
+    def trajectory_tokens(self) -> int:
+        """Return the most tokens that the model makes in a trajectory."""
+        return self.rollout.max_new_tokens
+
+    @property
     def steps_per_batch(self) -> int:
         """Return the number of optimizer steps that one generated batch feeds."""
         return self.algorithm.minibatches * self.algorithm.epochs
@@ -427,6 +443,7 @@ class RLConfig(Config):
             "reward.function": list(reward.function),
             "reward.weights": list(reward.weights),
             "algorithm.advantage": algorithm.advantage,
+            "algorithm.credit": algorithm.credit,
             "algorithm.minibatches": algorithm.minibatches,
             "algorithm.minibatch_by": algorithm.minibatch_by,
             "algorithm.epochs": algorithm.epochs,

@@ -1,8 +1,12 @@
 """Report a reinforcement learning run: statistics of batches and evaluations, and every completion by its id."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+import torch
+
+from isoloss.engine.batching.sample import sequence_numbers
 from isoloss.engine.data.columns import mapping_lines
 from isoloss.engine.data.mixture import told
 from isoloss.engine.data.remarks import OWN_SYSTEM, remark_lines, repeat_lines
@@ -36,8 +40,8 @@ def completion_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "pass@1": sum(r >= 1 for r in rewards) / count,
         "reward_errors": len(trajectories) - len(rewards),
         "reward_timeouts": sum(t.timed_out for t in trajectories),
-        "response_length_mean": sum(len(t.completion.tokens) for t in trajectories) / all_of,
-        "truncated_fraction": sum(t.completion.finish == "length" for t in trajectories) / all_of,
+        "response_length_mean": sum(t.length for t in trajectories) / all_of,
+        "truncated_fraction": sum(t.truncated for t in trajectories) / all_of,
     }
 
 
@@ -88,14 +92,14 @@ class RolloutLog:
         if not self._log.enabled:
             return
         drawn = (t for group in (*groups.kept, *groups.dropped) for t in group.trajectories)
-        errors = [f"{t.completion.id}: {t.error}" for t in drawn if t.error]
+        errors = [f"{t.id}: {t.error}" for t in drawn if t.error]
         self.told = {FIRST_ERROR: errors[0]} if errors else {}
-        samples = iter(batch.samples)
-        lines = []
+        numbers, lines = sequence_numbers(batch.samples), []
+        pairs = itertools.groupby(zip(numbers, batch.samples), key=lambda pair: pair[0])
         for group in groups.kept:
             for trajectory in group.trajectories:
-                sample = next(samples)
-                advantages = sample.fields["advantages"][sample.mask_T]
+                samples = [sample for _, sample in next(pairs)[1]]
+                advantages = torch.cat([sample.fields["advantages"][sample.mask_T] for sample in samples])
                 values = {"advantage": float(advantages.mean()) if len(advantages) else 0.0}
                 lines.append(_line(step, trajectory, {"kept": True, "masked": len(advantages) == 0} | values))
         for group in groups.dropped:
@@ -113,22 +117,23 @@ class RolloutLog:
 
 
 def _line(step: int, trajectory: Trajectory, more: Mapping[str, object]) -> dict[str, object]:
-    completion = trajectory.completion
+    completions = trajectory.completions
     # JSON has no nan: the part of a function that failed is null.
     parts = {name: part if math.isfinite(part) else None for name, part in trajectory.parts.items()}
     return {
         "step": step,
-        "id": completion.id,
+        "id": trajectory.id,
         "prompt": trajectory.prompt.prompt,
         "completion": trajectory.text,
         "answer": trajectory.prompt.answer,
         "reward": trajectory.reward if trajectory.valid else None,
         **({"parts": parts} if len(parts) > 1 else {}),
         **({"error": trajectory.error} if trajectory.error else {}),
-        "finish": completion.finish,
-        "tokens": len(completion.tokens),
-        "logprob": sum(completion.logprobs),
-        "weight_versions": sorted(set(completion.versions)),
+        "finish": completions[-1].finish if completions else None,
+        "tokens": trajectory.length,
+        "logprob": sum(sum(completion.logprobs) for completion in completions),
+        "weight_versions": sorted({version for completion in completions for version in completion.versions}),
+        **trajectory.events,
         **more,
     }
 

@@ -184,7 +184,7 @@ class Rollout:
         asked = self._asked(self.ledger.in_flight)
         groups = self._rewarded(self._in_flight, asked, Choice(competing, needed, count))
         if self._more:
-            lengths = {draw: [len(t.completion.tokens) for t in each] for draw, each in groups.items()}
+            lengths = {draw: [t.length for t in each] for draw, each in groups.items()}
             self.ledger.race(lengths, [draw for draw in competing if draw not in groups])
         return [Group(draw, asked[draw][0], tuple(each)) for draw, each in groups.items()]
 
@@ -193,8 +193,8 @@ class Rollout:
 
         def ages() -> dict[str, float]:
             tokens_of: Counter[int] = Counter()
-            for versions in (t.completion.versions for group in groups for t in group.trajectories):
-                distinct, tokens = np.unique(np.asarray(versions), return_counts=True)
+            for completion in (c for group in groups for t in group.trajectories for c in t.completions):
+                distinct, tokens = np.unique(np.asarray(completion.versions), return_counts=True)
                 tokens_of.update(dict(zip(distinct.tolist(), tokens.tolist())))
             age_of = dict(zip(tokens_of, self.ledger.staleness(tokens_of)))
             mean = sum(age_of[version] * tokens for version, tokens in tokens_of.items()) / max(tokens_of.total(), 1)

@@ -30,10 +30,10 @@ ORDER = {
     "engine": ("config batching", "instruments memory", "data checkpoint", "step", "run", "sft rl"),
     "engine/rl": (
         "advantages.py prompt_ledger.py reference.py trajectory.py user_functions.py",
-        "algorithms.py prompts.py",
+        "algorithms.py paths.py prompts.py",
         "config.py",
         "backends losses.py reward",
-        "critic.py generation.py health.py in_flight.py",
+        "credit.py critic.py generation.py health.py in_flight.py",
         "rollout.py",
         "experience.py group_sampling.py",
         "setup.py",

@@ -124,7 +124,7 @@ def check_rewarded(trajectories: Sequence[Trajectory], config: RewardConfig) -> 
         first = trajectories[0]
         raise UserError(
             f"reward.function=[{', '.join(config.function)}]: none of {len(trajectories)} completions could be "
-            f"rewarded; the first, {first.completion.id}: {first.error}: fix the function"
+            f"rewarded; the first, {first.id}: {first.error}: fix the function"
         )
 
 

@@ -43,7 +43,7 @@ class PendingGroup:
     def trajectories(self) -> list[Trajectory]:
         assert self.scored is not None, "it was waited for"
         return [
-            Trajectory(
+            Trajectory.of_one_turn(
                 self.prompt, self.completions[id], each.text, each.reward, each.parts, each.error, each.timed_out
             )
             for id, each in zip(self.ids, self.scored, strict=True)
