@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from isoloss.engine.config.schema import Config, DataConfig
+from isoloss.engine.rl.agent_config import AgentConfig, EnvironmentConfig
 from isoloss.engine.rl.algorithms import ADVANTAGES, KL_ESTIMATORS, LOSSES, advantage_of, loss_of
 from isoloss.parallel import UserError
 from isoloss.parallel.aggregation import MODES
@@ -315,9 +316,22 @@ class RLConfig(Config):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
 
     def __post_init__(self):
         super().__post_init__()
+        program = self.environment.program
+        require(
+            program is None or self.reward == RewardConfig(),
+            "reward.function",
+            list(self.reward.function),
+            f"and its other keys are not read with environment.program={program}, which gives the reward: take them "
+            "out, or call the function there",
+        )
+        for name, group in (("environment", self.environment), ("agent", self.agent)):
+            if program is None and group != type(group)():
+                raise UserError(f"keys of {name} are set, and environment.program is null: name a program, or none")
         sequences = self.batch.global_size * self.rollout.num_generations
         require(
             self.algorithm.minibatch_by == "completion" or self.batch.global_size % self.algorithm.minibatches == 0,
@@ -382,9 +396,18 @@ class RLConfig(Config):
         return self.rollout.temperature if chosen is None else chosen
 
     @property
+    def rewarded_by(self) -> str:
+        """Return the key and the name of what gives the rewards."""
+        if self.environment.program is not None:
+            return f"environment.program={self.environment.program}"
+        return f"reward.function=[{', '.join(self.reward.function)}]"
+
+    @property
     def trajectory_tokens(self) -> int:
         """Return the most tokens that the model makes in a trajectory."""
-        return self.rollout.max_new_tokens
+        if self.environment.program is None:
+            return self.rollout.max_new_tokens
+        return self.agent.max_tokens or self.agent.max_turns * self.rollout.max_new_tokens
 
     @property
     def steps_per_batch(self) -> int:
@@ -440,6 +463,10 @@ class RLConfig(Config):
             "rollout.max_staleness": rollout.max_staleness,
             "rollout.over_sample": rollout.over_sample,
             "rollout.waves": rollout.waves,
+            "environment.program": self.environment.program,
+            "agent.history": self.agent.history,
+            "agent.max_turns": self.agent.max_turns,
+            "agent.max_tokens": self.agent.max_tokens,
             "reward.function": list(reward.function),
             "reward.weights": list(reward.weights),
             "algorithm.advantage": algorithm.advantage,

@@ -41,7 +41,7 @@ class InFlight:
         for group in self._groups.values():
             for id in group.ids:
                 if id not in group.completions and id not in self._futures:
-                    self._submit(Request(id, group.prompt.tokens, self._partial.get(id)))
+                    self._submit(Request(id, group.prompt.tokens, self._partial.get(id)), self._sampling)
 
     def goal(self, choice: Choice) -> Future[None]:
         """Return a future that is done when `take` need not wait for completions."""
@@ -94,11 +94,11 @@ class InFlight:
             else:
                 self._scoring.add(completion)
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: Request, sampling: Sampling) -> None:
         with self._lock:
             self._left += 1
         try:
-            future = self._futures[request.id] = self._backend.submit(request, self._sampling)
+            future = self._futures[request.id] = self._backend.submit(request, sampling)
         except Exception:
             with self._lock:
                 self._left -= 1
@@ -128,7 +128,11 @@ class InFlight:
             if draw not in self._groups:
                 self._groups[draw] = self._scoring.expect(prompt, ids)
         ids = {id for group in self._groups.values() for id in group.ids}
-        self._partial = {id: partial for id, partial in self._partial.items() if id in ids}
+        self._partial = {id: partial for id, partial in self._partial.items() if self._of(id) in ids}
+
+    def _of(self, id: str) -> str:
+        """Return the id in a group that the request of this id is for."""
+        return id
 
     def _known(self) -> list[Completion]:
         ids = ((group, id) for group in self._groups.values() for id in group.ids)

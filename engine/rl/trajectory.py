@@ -207,7 +207,7 @@ class Trajectory:
         `error` says: it is then masked.
     parts: results of the reward functions, unweighted, by label of the function.
     timed_out: whether the verification ran out of time, which gives 0.
-    events: what the record of the run tells beside these, such as messages; {} in an outline.
+    events: what the record of the run tells beside these, such as messages; an outline has its counts alone.
     """
 
     id: str
@@ -252,7 +252,8 @@ class Trajectory:
 
     def outline(self) -> "Trajectory":
         """Return the trajectory without text and numbers, for ranks other than 0."""
-        return replace(self, turns=tuple(turn.outline() for turn in self.turns), text="", events={})
+        counts = {name: count for name, count in self.events.items() if isinstance(count, int)}
+        return replace(self, turns=tuple(turn.outline() for turn in self.turns), text="", events=counts)
 
 
 @dataclass(frozen=True)
@@ -267,6 +268,11 @@ class Group:
     def rewarded(self) -> bool:
         """Return whether a trajectory has a reward."""
         return any(trajectory.error is None for trajectory in self.trajectories)
+
+    @property
+    def faulted(self) -> bool:
+        """Return whether faults of an environment have left fewer rewards than a comparison takes."""
+        return sum(trajectory.error is None for trajectory in self.trajectories) < min(2, len(self.trajectories))
 
     @property
     def varied(self) -> bool:
