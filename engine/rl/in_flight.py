@@ -1,14 +1,14 @@
 """Submit groups to a backend, wait for them, abort them for an update of the weights, save and restore them."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from isoloss.engine.rl.backends.protocol import CompletionLost, RolloutBackend, all_done, failure_of
-from isoloss.engine.rl.reward.scoring import PendingGroup, Scoring
 from isoloss.engine.rl.trajectory import Completion, Prompt, Request, Sampling, Trajectory
 
 Asked = Mapping[int, tuple[Prompt, Sequence[str]]]  # by draw, the oldest first: the prompt, the ids of its completions
@@ -23,12 +23,35 @@ class Choice:
     count: int
 
 
+class Pending(Protocol):
+    """A group in flight: its prompt, the ids of its completions, those that are there, and whether all are."""
+
+    prompt: Prompt
+    ids: tuple[str, ...]
+    completions: dict[str, Any]
+    place: int | None
+
+    @property
+    def whole(self) -> bool: ...
+
+
+class Gathers(Protocol):
+    """The interface of `Scoring` to groups in flight."""
+
+    def expect(self, prompt: Prompt, ids: Sequence[str]) -> Any: ...
+    def add(self, completion: Completion) -> None: ...
+    def take(self, groups: Sequence[Any]) -> list[list[Trajectory]]: ...
+    def when(self, until: Callable[[], bool]) -> Future[None]: ...
+    def wait(self, until: Callable[[], bool]) -> None: ...
+    def wake(self) -> None: ...
+
+
 class InFlight:
     """The groups in flight and their completions so far. On rank 0; not collective."""
 
-    def __init__(self, backend: RolloutBackend, scoring: Scoring, sampling: Sampling):
+    def __init__(self, backend: RolloutBackend, scoring: Gathers, sampling: Sampling):
         self._backend, self._scoring, self._sampling = backend, scoring, sampling
-        self._groups: dict[int, PendingGroup] = {}  # by draw
+        self._groups: dict[int, Pending] = {}  # by draw
         self._partial: dict[str, Completion] = {}  # completions that were aborted, by id
         self._futures: dict[str, Future[Completion]] = {}  # by id; until `harvest`
         self._lock = threading.Lock()

@@ -37,6 +37,9 @@ class Gathered(Arrivals):
     def take(self, groups: Sequence[PendingSessions]) -> list[list[Trajectory]]:
         return [[group.completions[id] for id in group.ids] for group in groups]
 
+    def add(self, completion: Completion) -> None:
+        raise NotImplementedError("completions of sessions go to Agents.answered")
+
     def place(self) -> int:
         """Return the number of groups that became whole before."""
         return next(self._places)

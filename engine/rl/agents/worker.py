@@ -75,7 +75,9 @@ class Session:
         return reply["message"]
 
     def deliver(self, call: int, reply: Any) -> None:
-        self._waiting.pop(call).set_result(reply)
+        answer = self._waiting.pop(call)
+        if answer.set_running_or_notify_cancel():  # else the agent does not wait for it any more
+            answer.set_result(reply)
 
     def cancel(self) -> None:
         if self._loop is not None:
