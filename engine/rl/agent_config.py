@@ -12,12 +12,17 @@ class EnvironmentConfig(Keys, group="environment"):
 
     program: str | None = key(
         None,
-        "A function agent(session, row) of yours, file.py:function or package.module:function, or command:PROGRAM, "
-        "which gets OPENAI_BASE_URL and OPENAI_API_KEY. It calls the model as often as it likes, and gives the reward. "
+        "A function agent(session, row) of yours, file.py:function or package.module:function, or command:COMMAND of a "
+        "shell, which gets OPENAI_BASE_URL and OPENAI_API_KEY. It calls the model as often as it likes, and gives the reward. "
         "null: a prompt is completed once, and reward.function gives the reward.",
     )
     workers: int = key(2, "Processes in which the function runs, a thread a session.", at_least=1)
     concurrency: int = key(256, "Sessions in progress at a time.", at_least=1)
+    endpoint: bool = key(
+        False,
+        "Give sessions a URL and a key for clients of OpenAI's chat completions; command: has them always. Needs "
+        "isoloss[serve].",
+    )
     python: str | None = key(
         None, "Interpreter of these processes, such as that of another virtual environment; null: the trainer's."
     )
@@ -27,6 +32,11 @@ class EnvironmentConfig(Keys, group="environment"):
         "long as they ask the same.",
         at_least=0,
     )
+
+    @property
+    def serves(self) -> bool:
+        """Return whether sessions have a URL."""
+        return self.endpoint or (self.program or "").startswith("command:")
 
 
 @dataclass(frozen=True)

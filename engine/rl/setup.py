@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -36,6 +36,9 @@ from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
 from isoloss.parallel import UserError
 from isoloss.parallel.runtime import environment
+
+if TYPE_CHECKING:
+    from isoloss.engine.rl.agents.endpoint import Endpoint
 
 
 @dataclass(frozen=True)
@@ -139,8 +142,26 @@ def open_agents(config: RLConfig, data: RLData, arch: Architecture) -> Iterator[
     )
     workers, python = config.environment.workers, config.environment.python
     pool = AgentPool(program, workers, python, config.rollout.api_key_env)
-    with contextlib.closing(Agents(pool, dialogue, limits, config.train.seed)) as agents:
+    with contextlib.ExitStack() as stack:
+        url = None
+        if config.environment.serves:
+            endpoint = stack.enter_context(contextlib.closing(open_endpoint(config.rollout.temperature)))
+            url = endpoint.url
+        agents = stack.enter_context(contextlib.closing(Agents(pool, dialogue, limits, config.train.seed, url)))
+        if config.environment.serves:
+            endpoint.chat = agents.chat
         yield agents
+
+
+def open_endpoint(temperature: float) -> "Endpoint":
+    """Return the endpoint for clients of OpenAI's API. Raises UserError where its server is not installed."""
+    try:
+        from isoloss.engine.rl.agents.endpoint import Endpoint
+    except ImportError as error:
+        raise UserError(
+            f"environment.endpoint=true and command: need a server ({error}): pip install 'isoloss[serve]'"
+        ) from error
+    return Endpoint(temperature)
 
 
 @contextlib.contextmanager

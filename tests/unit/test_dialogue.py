@@ -1,4 +1,4 @@
-"""Messages and tokens: what was made is never encoded again, and calls of tools are found as the template writes them."""
+"""Messages and tokens: what was made is never encoded again; calls of tools are found as the template writes them."""
 
 from collections import Counter
 from pathlib import Path
@@ -113,7 +113,7 @@ def test_calls_of_unknown_names_are_calls():
 def test_a_parser_of_another_template_is_refused():
     other = HERMES.replace("<tool_call>", "[CALL]").replace("</tool_call>", "[/CALL]")
     with pytest.raises(
-        UserError, match="agent.tool_parser=hermes does not find the call that the chat template writes"
+        UserError, match=r"agent\.tool_parser=hermes does not find the call that the chat template writes"
     ):
         Dialogue(tokenizer(other), {}, "append", "hermes")
 

@@ -4,10 +4,12 @@ One thread takes what agents ask and what the model answers, one event after ano
 """
 
 import queue
+import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Protocol
@@ -18,6 +20,8 @@ from isoloss.engine.rl.agents.session import Session
 from isoloss.engine.rl.trajectory import Completion, Prompt, Request, Trajectory
 from isoloss.parallel.runtime.errors import UserError
 
+# Takes {message, finish, completion, read}, {over: reason} or {refused: reason}.
+Reply = Callable[[dict[str, Any]], None]
 GRACE_SECONDS = 5.0  # for an agent that is cancelled, before its process is killed
 
 
@@ -60,30 +64,36 @@ class Running:
     """A session in progress.
 
     worker: the process of its present try; None before it has begun.
-    waiting: the call that each request in flight is for.
+    waiting: for each request in flight, what takes its reply; several where a client asked again before it came.
     deadline: when the agent is to have called or ended, by time.monotonic; infinite while the model has a call of it.
-    cancelled: whether it was told to end for its time.
+    cancelled: whether it was told to end for its time. over: whether it was told that a limit is reached.
+    key: what a client of the endpoint shows for the present try.
     """
 
     session: Session
     owner: Owner
     worker: AgentWorker | None = None
-    waiting: dict[str, int] = field(default_factory=dict)
+    waiting: dict[str, list[Reply]] = field(default_factory=dict)
     deadline: float = float("inf")
     cancelled: bool = False
+    over: bool = False
+    key: str = ""
 
 
 class Agents:
     """The agents of environment.program and what they say.
 
     seed: with the id of a session the seed of its random numbers.
+    url: base URL of the endpoint that has calls of clients answered by `chat`; None without one.
     """
 
-    def __init__(self, pool: AgentPool, dialogue: Dialogue, limits: Limits, seed: int):
+    def __init__(self, pool: AgentPool, dialogue: Dialogue, limits: Limits, seed: int, url: str | None = None):
+        self.url = url
         self._pool, self._dialogue, self._limits, self._seed = pool, dialogue, limits, seed
         self._running: dict[str, Running] = {}
         self._queued: list[Running] = []
         self._of_request: dict[str, Running] = {}
+        self._of_key: dict[str, Running] = {}
         self._owners: set[Owner] = set()
         self._closed = False
         self._thread = threading.Thread(target=self._work, name="sessions", daemon=True)
@@ -103,6 +113,13 @@ class Agents:
         prompts = {name: tokens for name, (tokens, _) in record.items()}
         session = Session(id, prompt, {name: answer for name, (_, answer) in record.items()}, prompts)
         self._do(lambda: self._enqueue(Running(session, owner)))
+
+    def chat(self, key: str, asked: Mapping[str, Any], again: bool) -> Future[dict[str, Any]]:
+        """Return the future reply to a call of the model, {messages, tools, max_tokens}: see `Reply`; {unknown: reason}
+        where no session has this key. again: the client asks once more for an answer that it lost. From any thread."""
+        answer: Future[dict[str, Any]] = Future()
+        self._do(lambda: self._chat(key, asked, again, answer.set_result))
+        return answer
 
     def record(self, id: str) -> dict[str, tuple[Sequence[int], Completion]]:
         """Return the record of a session in progress; {} where there is none. From any thread."""
@@ -149,13 +166,15 @@ class Agents:
             if running is None or running.worker is not worker:
                 return  # of a try that was given up
             if "call" in event:
-                self._call(running, event)
+                self._call(running, event, self._to_worker(running, event["call"]))
             else:
                 worker.sessions.discard(running.session.id)
                 if "fault" in event:
                     self._fault(running, event["fault"])
                 elif "cancelled" in event:
                     self._out_of_time(running)
+                elif wrong := wrong_turn(event["end"], len(running.session.calls)):
+                    self._fault(running, wrong)
                 else:
                     self._end(running, event["end"], None)
 
@@ -179,31 +198,55 @@ class Agents:
     def _begin(self, running: Running) -> None:
         session = running.session
         session.begin()
-        running.cancelled, running.deadline = False, time.monotonic() + self._limits.timeout
+        running.cancelled = running.over = False
+        running.deadline = time.monotonic() + self._limits.timeout
+        self._of_key.pop(running.key, None)  # a client of a try that was given up is not heard any more
+        running.key = secrets.token_urlsafe(24)
+        self._of_key[running.key] = running
         seed = int.from_bytes(sha256(f"{self._seed}/{session.id}".encode()).digest()[:4], "big")
-        running.worker = self._pool.begin(session.id, row_of(session.prompt), seed)
+        running.worker = self._pool.begin(session.id, row_of(session.prompt), seed, self.url, running.key)
 
-    def _call(self, running: Running, event: Mapping[str, Any]) -> None:
-        session, limits, call = running.session, self._limits, event["call"]
+    def _to_worker(self, running: Running, call: int) -> Reply:
+        worker, id = running.worker, running.session.id
+        assert worker is not None
+
+        def reply(answer: dict[str, Any]) -> None:
+            plain = {name: value for name, value in answer.items() if name not in ("completion", "read")}
+            worker.send({"reply": id, "call": call, "answer": plain})
+
+        return reply
+
+    def _chat(self, key: str, asked: Mapping[str, Any], again: bool, reply: Reply) -> None:
+        running = self._of_key.get(key)
+        if running is None:
+            reply({"unknown": "the key belongs to no session"})
+        else:
+            self._call(running, asked, reply, again)
+
+    def _call(self, running: Running, event: Mapping[str, Any], reply: Reply, again: bool = False) -> None:
+        """Take a call of the model. again: a client asks for the answer of its last equal call, which it lost."""
+        session, limits = running.session, self._limits
         left = min(limits.reply, limits.tokens - session.tokens)
         if event["max_tokens"] is not None:
             left = min(left, event["max_tokens"])
+        known = again and self._asked_before(running, event, reply)
+        if known:
+            return
         if len(session.calls) >= limits.turns or left < 1:
             which = "agent.max_turns" if len(session.calls) >= limits.turns else "agent.max_tokens"
-            self._reply(running, call, {"over": f"{which} is reached"})
+            self._over(running, f"{which} is reached", reply)
             return
         try:
             normal, tokens = self._dialogue.prompt(event["messages"], event["tools"], session.replies, session.counts)
         except UserError as error:
-            self._reply(running, call, {"refused": str(error)})
+            self._reply(running, {"refused": str(error)}, [reply])
             return
         left = min(left, limits.context - len(tokens))
         if left < 1:
-            self._reply(running, call, {"over": "the context is full"})
+            self._over(running, "the context is full", reply)
             return
-        request = session.ask(normal, event["tools"], tokens).request
-        assert len(session.calls) == call + 1, "a worker numbers calls in their order"
-        running.waiting[request.id] = call
+        request = session.ask(normal, event["tools"], tokens, (event["messages"], event["tools"])).request
+        running.waiting[request.id] = [reply]
         running.deadline = float("inf")
         if request.id in session.record:
             self._answer_call(running, session.record[request.id])
@@ -219,7 +262,8 @@ class Agents:
                 self._answer_call(running, completion)
 
     def _answer_call(self, running: Running, completion: Completion) -> None:
-        session, number = running.session, running.waiting.pop(completion.id)
+        session, replies = running.session, running.waiting.pop(completion.id)
+        number = session.number(completion.id)
         call = session.calls[number]
         read = call.request.prompt_tokens
         message = self._dialogue.reply(completion, read, call.tools, number)
@@ -227,18 +271,39 @@ class Agents:
         told = self._dialogue.told([*call.messages, message], call.tools)
         tokens = (*read, *completion.tokens)
         session.told[number] = Told(told, tokens, completion.finish == "stop", message)
-        self._reply(running, number, {"message": message, "finish": completion.finish})
+        self._reply(running, answer_of(message, completion, read), replies)
 
-    def _reply(self, running: Running, call: int, answer: Mapping[str, Any]) -> None:
+    def _over(self, running: Running, why: str, reply: Reply) -> None:
+        running.over = True
+        self._reply(running, {"over": why}, [reply])
+
+    def _reply(self, running: Running, answer: dict[str, Any], replies: Sequence[Reply]) -> None:
         if not running.waiting:
             running.deadline = time.monotonic() + self._limits.timeout
-        if running.worker is not None:
-            running.worker.send({"reply": running.session.id, "call": call, "answer": answer})
+        for reply in replies:
+            reply(answer)
+
+    def _asked_before(self, running: Running, event: Mapping[str, Any], reply: Reply) -> bool:
+        """Give the answer of the last call of this try that asked the same, or have it given when it comes. Return
+        whether there is such a call."""
+        session = running.session
+        found = session.last_equal(event["messages"], event["tools"])
+        if found is None:
+            return False
+        request = session.calls[found].request
+        if request.id in running.waiting:
+            running.waiting[request.id].append(reply)
+        else:
+            answer = answer_of(session.told[found].message, session.record[request.id], request.prompt_tokens)
+            self._reply(running, answer, [reply])
+        session.repeated += 1
+        return True
 
     # ---- ends -------------------------------------------------------------------------------------------------------
 
     def _end(self, running: Running, rewards: float | Sequence[Any] | None, error: str | None) -> None:
         del self._running[running.session.id]
+        self._of_key.pop(running.key, None)
         for name in [name for name, each in self._of_request.items() if each is running]:
             del self._of_request[name]  # an agent may end while it waits; the answer is nobody's then
             running.owner.withdraw(name)
@@ -246,6 +311,9 @@ class Agents:
         self._begin_queued()
 
     def _fault(self, running: Running, why: str) -> None:
+        if running.over:  # the policy has used its turns or tokens up, and the agent did not expect it
+            self._end(running, 0.0, None)
+            return
         running.session.faults.append(why)
         running.waiting = {}
         if len(running.session.faults) <= self._limits.retries:
@@ -279,6 +347,17 @@ class Agents:
                 why = "another session of its process did not end in time"
                 self._pool.replace(worker)
                 self._lost(worker, why)
+
+
+def answer_of(message: dict[str, Any], completion: Completion, read: Sequence[int]) -> dict[str, Any]:
+    return {"message": message, "finish": completion.finish, "completion": completion, "read": read}
+
+
+def wrong_turn(rewards: Any, calls: int) -> str | None:
+    """Return what is wrong with rewards of turns that a session does not have."""
+    turns = [turn for turn, _ in rewards] if isinstance(rewards, list) else []
+    wrong = [turn for turn in turns if not 0 <= turn < calls]
+    return f"returned a reward of turn {wrong[0]}, and the session has {calls} turns, from 0 on" if wrong else None
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:

@@ -88,11 +88,11 @@ class AgentPool:
             self.workers.pop().kill()
         self._printed.close()
 
-    def begin(self, session: str, row: Mapping[str, Any], seed: int) -> AgentWorker:
-        """Begin a session in the process that has the fewest."""
+    def begin(self, session: str, row: Mapping[str, Any], seed: int, url: str | None, key: str) -> AgentWorker:
+        """Begin a session in the process that has the fewest. url, key: of the endpoint, if there is one."""
         worker = min(self.workers, key=lambda each: len(each.sessions))
         worker.sessions.add(session)
-        worker.send({"begin": session, "row": row, "seed": seed})
+        worker.send({"begin": session, "row": row, "seed": seed, "url": url, "key": key})
         return worker
 
     def replace(self, worker: AgentWorker) -> str:

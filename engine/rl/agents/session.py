@@ -14,11 +14,12 @@ from isoloss.engine.rl.trajectory import Completion, Prompt, Request, Trajectory
 
 @dataclass(frozen=True)
 class Call:
-    """A call of the model. messages: in their normal form."""
+    """A call of the model. messages: in their normal form. given: messages and tools as they came."""
 
     request: Request
     messages: list[Message]
     tools: Any
+    given: tuple[Any, Any]
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Session:
     told: replies of the present try, in the order of their calls.
     faults: reasons of the tries that ended by a fault.
     counts: how histories came about, by names of metrics.
+    repeated: answers that were given again to a client that had lost them.
     """
 
     id: str
@@ -44,19 +46,29 @@ class Session:
     equal: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    repeated: int = 0
 
     def begin(self) -> None:
         """Begin a try. The record stays."""
         self.calls, self.told, self.equal, self.counts = [], {}, Counter(), Counter()
 
-    def ask(self, messages: list[Message], tools: Any, tokens: tuple[int, ...]) -> Call:
+    def ask(self, messages: list[Message], tools: Any, tokens: tuple[int, ...], given: tuple[Any, Any]) -> Call:
         """Return the next call of this try."""
         digest = hashlib.sha256(np.asarray(tokens, np.int32).tobytes()).hexdigest()[:16]
         request = Request(f"{self.id}/{digest}/{self.equal[digest]}", tokens)
         self.equal[digest] += 1
-        self.calls.append(Call(request, messages, tools))
+        self.calls.append(Call(request, messages, tools, given))
         self.prompts[request.id] = tokens
         return self.calls[-1]
+
+    def number(self, request: str) -> int:
+        """Return the number of the call that made this request."""
+        return next(number for number, call in enumerate(self.calls) if call.request.id == request)
+
+    def last_equal(self, messages: Any, tools: Any) -> int | None:
+        """Return the last call of this try that asked the same; None where there is none."""
+        equal = [number for number, call in enumerate(self.calls) if call.given == (messages, tools)]
+        return equal[-1] if equal else None
 
     @property
     def replies(self) -> list[Told]:
@@ -118,5 +130,6 @@ class Session:
             ],
             "tries": len(self.faults) + 1,
             "faults": list(self.faults),
+            **({"repeated": self.repeated} if self.repeated else {}),
             **self.counts,
         }

@@ -2,7 +2,8 @@
 
 It imports the standard library alone, and what the agent imports; `environment.python` may be another interpreter.
 
-The parent sends JSON over CONNECTION, a line each: first {path, function}, then {begin: session, row, seed}, {reply:
+The parent sends JSON over CONNECTION, a line each: first {path, function}, then {begin: session, row, seed, url,
+key}, {reply:
 session, call, message} and {cancel: session}. The worker writes lines of JSON on ANSWERS: {ready: null, or why the
 function cannot be loaded}, then {session, call, messages, tools, max_tokens}, and for the end of a session {session,
 end} with the rewards or {session, fault} with a reason. Each session has a thread and an event loop of its own, so one
@@ -23,10 +24,18 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-_spec = importlib.util.spec_from_file_location("user_functions", Path(__file__).parents[1] / "user_functions.py")
-assert _spec is not None and _spec.loader is not None
-user_functions = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(user_functions)
+
+def by_path(name: str, path: Path) -> Any:
+    """Import a file of the standard library's imports alone: the package around it would bring torch."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+user_functions = by_path("user_functions", Path(__file__).parents[1] / "user_functions.py")
+processes = by_path("processes", Path(__file__).parents[3] / "parallel" / "runtime" / "processes.py")
 
 
 class Fault(Exception):
@@ -41,13 +50,14 @@ class Session:
     """A run of an agent on a row.
 
     id: "row/draw/number". seed: an integer that follows from the id and the run's seed, for all that is random.
-    calls: number of calls of the model so far. finish: how the last reply ended, "stop" or "length".
+    url, key: base URL and key for a client of OpenAI's API, with environment.endpoint=true.
+    calls: number of calls of `chat` so far. finish: how the last reply ended, "stop" or "length".
     """
 
     Fault, Over = Fault, Over
 
-    def __init__(self, id: str, seed: int, send: Callable[[Any], None]):
-        self.id, self.seed, self.calls, self.finish = id, seed, 0, ""
+    def __init__(self, id: str, seed: int, url: str | None, key: str, send: Callable[[Any], None]):
+        self.id, self.seed, self.url, self.key, self.calls, self.finish = id, seed, url, key, 0, ""
         self._send, self._waiting = send, dict[int, Future[Any]]()
         self._task: Any = None
         self._loop: Any = None
@@ -93,7 +103,7 @@ class Session:
 def ended(session: Session, agent: Callable[..., Any], row: Any) -> dict[str, Any]:
     """Run a session; return how it ended."""
     try:
-        return {"end": rewards(asyncio.run(session.run(agent, row)), session.calls)}
+        return {"end": rewards(asyncio.run(session.run(agent, row)))}
     except Over:
         return {"end": 0.0}
     except asyncio.CancelledError:
@@ -104,12 +114,12 @@ def ended(session: Session, agent: Callable[..., Any], row: Any) -> dict[str, An
         return {"fault": user_functions.reason(error)}
 
 
-def rewards(value: Any, calls: int) -> Any:
+def rewards(value: Any) -> Any:
     """Return a finite number, or a list of [turn, number]; raise Fault for anything else."""
     try:
         if isinstance(value, Sequence) and not isinstance(value, str | bytes):
             events = [[int(turn), float(number)] for turn, number in value]
-            if all(0 <= turn < calls and math.isfinite(number) for turn, number in events):
+            if all(math.isfinite(number) for _, number in events):
                 return events
         elif not isinstance(value, str | bytes) and math.isfinite(float(value)):
             return float(value)
@@ -118,8 +128,41 @@ def rewards(value: Any, calls: int) -> Any:
     text = repr(value)
     raise Fault(
         f"returned {text if len(text) <= 60 else text[:60] + '...'}: return a finite number, or a list of (turn, "
-        f"number) with turns from 0 to {calls - 1}"
+        "number)"
     )
+
+
+def of_command(command: str) -> Callable[..., Any]:
+    """Return an agent that runs a command of a shell. It finds the row as JSON in ROW, calls the model by
+    OPENAI_BASE_URL and OPENAI_API_KEY, and writes the reward, or a list of [turn, number], as its last line. It is
+    ended with all that it has started when its session is."""
+
+    async def agent(session: Session, row: Any) -> Any:
+        variables = {"OPENAI_BASE_URL": session.url, "OPENAI_API_KEY": session.key, "SEED": str(session.seed)}
+        read, write = os.pipe()
+        try:
+            env = {**os.environ, **variables, "ROW": json.dumps(row)}
+            process = processes.Helper(["/bin/sh", "-c", command], stdout=write, env=env)
+        except OSError as error:  # such as a row that is too long
+            os.close(read)
+            raise Fault(f"the command cannot be started: {error}") from None
+        finally:
+            os.close(write)
+        try:
+            with os.fdopen(read, "rb") as output:
+                said = await asyncio.get_running_loop().run_in_executor(None, output.read)
+                status = await asyncio.get_running_loop().run_in_executor(None, process.wait)
+        finally:
+            process.kill()
+        lines = said.decode(errors="replace").strip().splitlines() or [""]
+        if status:
+            raise Fault(f"the command ended with status {status}: {lines[-1][:200]}")
+        try:
+            return json.loads(lines[-1])
+        except ValueError:
+            raise Fault(f"the command's last line is no reward: {lines[-1][:60]!r}") from None
+
+    return agent
 
 
 def main() -> None:
@@ -136,7 +179,8 @@ def main() -> None:
     first = json.loads(connection.readline())
     sys.path[:] = first["path"] or sys.path
     try:
-        agent = user_functions.load(first["function"])
+        program = first["function"]
+        agent = of_command(program[8:]) if program.startswith("command:") else user_functions.load(program)
     except user_functions.NotFoundError as error:
         send({"ready": str(error)})
         return
@@ -150,7 +194,7 @@ def main() -> None:
     for line in connection:  # ends when the parent has gone
         message = json.loads(line)
         if "begin" in message:
-            session = sessions[message["begin"]] = Session(message["begin"], message["seed"], send)
+            session = sessions[message["begin"]] = Session(*(message[k] for k in ("begin", "seed", "url", "key")), send)
             threading.Thread(target=work, args=(session, message["row"]), daemon=True).start()
         elif "reply" in message and message["reply"] in sessions:
             sessions[message["reply"]].deliver(message["call"], message["answer"])
