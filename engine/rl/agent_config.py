@@ -13,8 +13,8 @@ class EnvironmentConfig(Keys, group="environment"):
     program: str | None = key(
         None,
         "A function agent(session, row) of yours, file.py:function or package.module:function, or command:COMMAND of a "
-        "shell, which gets OPENAI_BASE_URL and OPENAI_API_KEY. It calls the model as often as it likes, and gives the reward. "
-        "null: a prompt is completed once, and reward.function gives the reward.",
+        "shell, which gets OPENAI_BASE_URL and OPENAI_API_KEY. It calls the model as often as it likes, and gives the "
+        "reward. null: a prompt is completed once, and reward.function gives the reward.",
     )
     workers: int = key(2, "Processes in which the function runs, a thread a session.", at_least=1)
     concurrency: int = key(256, "Sessions in progress at a time.", at_least=1)

@@ -2,23 +2,15 @@
 
 import contextlib
 import os
-import queue
-import threading
-from pathlib import Path
 
 import pytest
+from support.agents import ROW, TOKENIZER, Model
 
-from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.rl.agents.agents import Agents, Limits
 from isoloss.engine.rl.agents.dialogue import Dialogue
 from isoloss.engine.rl.agents.pool import AgentPool
-from isoloss.engine.rl.trajectory import Completion, Prompt
 from isoloss.parallel import UserError
 
-SORT = Path(__file__).parents[2] / "recipes" / "assets" / "sort"
-TOKENIZER = load_tokenizer(str(SORT), 100_000)
-STOP = TOKENIZER.eos_token_id
-ROW = Prompt("train.jsonl:1", (1,), ({"role": "user", "content": "go"},), "42", extra={"table": "7"})
 AGENT = """
 import asyncio, os, pathlib, time
 
@@ -120,31 +112,6 @@ async def tells(session, row):
 """
 
 
-class Model:
-    """An owner of sessions: a reply is the number of tokens that were read. "never" is not answered."""
-
-    def __init__(self):
-        self.asked, self.withdrawn, self.done = [], [], queue.Queue()
-
-    def request(self, request, max_new_tokens):
-        self.asked.append(request)
-        text = TOKENIZER.decode(list(request.prompt_tokens))
-        if "never" not in text:
-            tokens = [*TOKENIZER(str(len(request.prompt_tokens)))["input_ids"], STOP][:max_new_tokens]
-            finish = "stop" if tokens[-1] == STOP else "length"
-            completion = Completion(request.id, tokens, [-1.0] * len(tokens), [0] * len(tokens), finish)
-            threading.Timer(0.01, self.agents.answered, [completion]).start()
-
-    def withdraw(self, name):
-        self.withdrawn.append(name)
-
-    def ended(self, trajectory):
-        self.done.put(trajectory)
-
-    def failed(self, error):
-        self.done.put(error)
-
-
 @contextlib.contextmanager
 def opened(folder, name, history="append", **limits):
     (folder / "agent.py").write_text(AGENT)
@@ -215,7 +182,9 @@ def test_limits_end_a_session_and_not_the_run(tmp_path):
     assert all(len(t.prompt_tokens) + len(t.completion.tokens) <= 40 for t in found.turns)
 
 
-@pytest.mark.parametrize("name, why", [("nothing", "returned None"), ("beyond", "returned a reward of turn 1, and the session has 1 turns")])
+@pytest.mark.parametrize(
+    "name, why", [("nothing", "returned None"), ("beyond", "returned a reward of turn 1, and the session has 1 turns")]
+)
 def test_what_is_no_reward_is_a_fault(tmp_path, name, why):
     found, _ = played(tmp_path, name, retries=0)
     assert not found.valid and why in found.error
