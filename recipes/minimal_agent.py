@@ -55,19 +55,21 @@ def main(folder: str = "runs/agent", steps: int = 60, *, program: str = f"{__fil
     program: the agent to train with, in place of that of this file.
     """
     from isoloss.engine import (
+        AgentConfig,
+        AlgorithmConfig,
         BatchConfig,
         Config,
         DataConfig,
+        EnvironmentConfig,
         ModelConfig,
         OptimConfig,
         RLConfig,
+        RLDataConfig,
         RolloutConfig,
         TrainConfig,
         train_rl,
         train_sft,
     )
-    from isoloss.engine.rl.agent_config import AgentConfig, EnvironmentConfig
-    from isoloss.engine.rl.config import AlgorithmConfig, RLDataConfig
 
     rng = np.random.default_rng(seed)
     rows = [demonstration(rng) for _ in range(240 * 64)]
