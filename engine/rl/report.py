@@ -46,7 +46,8 @@ def completion_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def rollout_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return completion_stats of all, and of each data source if there are several, and means of the reward's parts."""
+    """Return completion_stats of all, and of each data source if there are several, means of the reward's parts, and
+    agent_stats."""
     stats = completion_stats(trajectories)
     sources = sorted({t.prompt.source for t in trajectories})
     for source in sources if len(sources) > 1 else ():
@@ -56,7 +57,26 @@ def rollout_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for name in names if len(names) > 1 else ():
         parts = [t.parts[name] for t in trajectories if t.valid and name in t.parts]
         stats[f"reward/{name}"] = sum(parts) / max(len(parts), 1)
-    return stats
+    return stats | agent_stats(trajectories)
+
+
+# Keys of agent_stats.
+AGENT_STATS = ("turns_mean", "sessions_faulted", "sessions_lost")
+AGENT_COUNTS = ("tool_calls", "turns_with_tools", "turns_appended", "turns_spliced", "turns_branched")
+
+
+def agent_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return turns_mean: turns of a session; sessions_faulted: those with a fault; sessions_lost: those whose tries all
+    had one; and AGENT_COUNTS. Nothing without an environment."""
+    sessions = [trajectory for trajectory in trajectories if "tries" in trajectory.events]
+    if not sessions:
+        return {}
+    return {
+        "turns_mean": sum(len(t.completions) for t in sessions) / len(sessions),
+        "sessions_faulted": sum(t.events["tries"] > 1 or t.error is not None for t in sessions),
+        "sessions_lost": sum(t.error is not None for t in sessions),
+        **{name: sum(t.events.get(name, 0) for t in sessions) for name in AGENT_COUNTS},
+    }
 
 
 def batch_stats(groups: SampledGroups) -> dict[str, float]:

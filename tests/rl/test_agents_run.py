@@ -68,10 +68,19 @@ def test_faults_are_counted_and_no_rewards(runs, kind):
     lines = {line["id"]: line for line in runs[kind][1]}
     for id, line in lines.items():
         lost = id.endswith("/1/2")
-        assert line["tries"] == (2 if id.endswith("/1") else 3 if lost else 1), id
+        assert line["tries"] == (2 if id.endswith("/1") or lost else 1), id
         assert (line["reward"] is None) == lost and line["masked"] == lost
         assert len(line["turns"]) == 3 and not any("excluded" in turn for turn in line["turns"])
     assert sum(line["reward"] is None for line in lines.values()) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_metrics_of_sessions(runs, kind):
+    first, second = runs[kind][0]
+    assert [row["turns_mean"] for row in (first, second)] == [3, 3]
+    assert [row["sessions_lost"] for row in (first, second)] == [1, 0]
+    assert [row["sessions_faulted"] for row in (first, second)] == [3, 2]
+    assert first["turns_appended"] + first["turns_spliced"] == 6 and first["prompts_dropped_faulted"] == 0
 
 
 def test_two_ranks_give_the_numbers_of_one(runs):

@@ -194,6 +194,14 @@ def test_group_statistics_go_by_trajectory():
     )
 
 
+def test_groups_with_fewer_than_two_rewards_have_faulted():
+    good, lost = trajectory([turn([1, 2], [3])]), Trajectory("p/0/1", PROMPT, (), "", float("nan"), error="lost")
+    faulted = [
+        Group(0, PROMPT, each).faulted for each in ((good, good, lost), (good, lost, lost), (lost, lost), (good,))
+    ]
+    assert faulted == [False, True, True, False]
+
+
 def test_credit_needs_the_baseline_of_the_others():
     with pytest.raises(ValueError, match=r"algorithm\.credit='turn' needs the baseline of algorithm\.advantage=rloo"):
         AlgorithmConfig(credit="turn")

@@ -102,7 +102,7 @@ class Session:
             self._last_text(),
             float("nan") if whole is None else float(whole),
             error=error,
-            events=self._events(turns),
+            events=self._events(turns, error is None),
         )
 
     def _last_text(self) -> str:
@@ -114,7 +114,7 @@ class Session:
         last = max(self.told)
         return [*self.calls[last].messages, self.told[last].message]
 
-    def _events(self, turns: Sequence[Turn]) -> Mapping[str, Any]:
+    def _events(self, turns: Sequence[Turn], ended: bool) -> Mapping[str, Any]:
         return {
             "messages": self.messages if self.told else [],
             "tools": self.calls[-1].tools if self.calls else None,
@@ -128,7 +128,9 @@ class Session:
                 }
                 for turn in turns
             ],
-            "tries": len(self.faults) + 1,
+            "tool_calls": sum(len(told.message.get("tool_calls", ())) for told in self.told.values()),
+            "turns_with_tools": sum(bool(call.tools) for call in self.calls),
+            "tries": len(self.faults) + ended,
             "faults": list(self.faults),
             **({"repeated": self.repeated} if self.repeated else {}),
             **self.counts,
