@@ -38,13 +38,14 @@ CHAT := runs/sft-chat
 # The folder of a run: the one that ARGS names, else the newest of its recipe.
 RUN_FOLDER = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),$$(ls -td runs/$@-*/ | head -n 1))
 
-.PHONY: help install environments sft grpo dapo serve tinker-sl tinker-rl test test-newer test-newer-cpu newer test-all coverage mutants fresh-mutants chaos soak slowest budget test-docs test-sglang test-tinker prove-all bench bench-rl lint links types docs clean
+.PHONY: help install environments sft grpo dapo agent serve tinker-sl tinker-rl test test-newer test-newer-cpu newer test-all coverage mutants fresh-mutants chaos soak slowest budget test-docs test-sglang test-tinker prove-all bench bench-rl lint links types docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make sft        supervised fine-tuning of a small model on the shipped text; ARGS='train.steps=20 ...' overrides keys"
 	@echo "make grpo       reinforcement learning (GRPO) of a small model that was fine-tuned first, with its reward curve"
 	@echo "make dapo       the same with DAPO: dynamic sampling, clip-higher, overlong shaping"
+	@echo "make agent      an agent that needs a tool: demonstrations first, then GRPO over several turns"
 	@echo "make serve      a server of the Tinker API with a small model that was fine-tuned first; make tinker-sl, make tinker-rl:"
 	@echo "                recipes sl_loop and rl_basic of the tinker-cookbook against it, from another terminal"
 	@echo "make test       the quick CPU tests: every claim once, ten minutes on two cores"
@@ -83,6 +84,10 @@ grpo dapo: install
 	else $(RUN) -m isoloss.recipes.sft preset=sort output_dir=$(SORT) checkpoint.resume=true; fi
 	$(RUN) -m isoloss.recipes.$@ $(ARGS)
 	@$(BIN)/python -m isoloss.tools.reward_curve "$(RUN_FOLDER)"
+
+agent: install
+	$(ONE_THREAD) $(BIN)/python -m isoloss.recipes.minimal_agent runs/agent $(ARGS)
+	@$(BIN)/python -m isoloss.tools.reward_curve "$$(ls -td runs/agent/rl*/ | head -n 1)"
 
 serve: install
 	@if [ -d $(CHAT)/hf ]; then echo "$(CHAT)/hf is there: not fine-tuned again"; \

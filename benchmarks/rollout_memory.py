@@ -116,7 +116,7 @@ def generated(completions: int, tokens: int) -> list[list[Trajectory]]:
         group = []
         for k in range(GENERATIONS):
             completion = Completion(f"{prompt.id}/{number}/{k}", *answer(random, tokens), "length")
-            group.append(Trajectory(prompt, completion, "word " * tokens, float(k % 2)))
+            group.append(Trajectory.of_one_turn(prompt, completion, "word " * tokens, float(k % 2)))
         groups.append(group)
     return groups
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from isoloss.engine.data.chat import load_tokenizer
     from isoloss.engine.data.dataset import draw_indices, load_dataset, step_indices
     from isoloss.engine.data.in_memory import load_rows, to_samples
+    from isoloss.engine.rl.agent_config import AgentConfig, EnvironmentConfig
     from isoloss.engine.rl.config import AlgorithmConfig, RewardConfig, RLConfig, RLDataConfig, RolloutConfig
     from isoloss.engine.rl.generation import Engine
     from isoloss.engine.rl.loop import train_rl
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from isoloss.engine.step.together import forward_backward_together
 
 __all__ = [
+    "AgentConfig",
     "AlgorithmConfig",
     "BatchConfig",
     "Callbacks",
@@ -47,6 +49,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "Engine",
+    "EnvironmentConfig",
     "Limits",
     "LoraConfig",
     "Loss",
@@ -95,6 +98,7 @@ _MODULES = {
     "data.chat": "load_tokenizer",
     "data.dataset": "draw_indices load_dataset step_indices",
     "data.in_memory": "load_rows to_samples",
+    "rl.agent_config": "AgentConfig EnvironmentConfig",
     "rl.config": "AlgorithmConfig RLConfig RLDataConfig RewardConfig RolloutConfig",
     "rl.generation": "Engine",
     "rl.loop": "train_rl",

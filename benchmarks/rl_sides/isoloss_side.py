@@ -90,7 +90,9 @@ class Side:
             unknown = [0.0] * len(tokens)
             completion = Completion(str(index), tokens, unknown, [0] * len(tokens), "length")
             (reward,) = score([tokens])
-            trajectories.append(Trajectory(Prompt(str(index // count), tuple(prompt), ""), completion, "", reward))
+            trajectories.append(
+                Trajectory.of_one_turn(Prompt(str(index // count), tuple(prompt), ""), completion, "", reward)
+            )
         parts = [trajectories[i : i + count] for i in range(0, len(trajectories), count)]
         groups = [Group(draw, part[0].prompt, tuple(part)) for draw, part in enumerate(parts)]
         samples = with_logprobs(groups, self.models, self.config)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from isoloss.engine.config.schema import Config, DataConfig
+from isoloss.engine.rl.agent_config import AgentConfig, EnvironmentConfig
 from isoloss.engine.rl.algorithms import ADVANTAGES, KL_ESTIMATORS, LOSSES, advantage_of, loss_of
 from isoloss.parallel import UserError
 from isoloss.parallel.aggregation import MODES
@@ -275,6 +276,11 @@ class AlgorithmConfig(Keys, group="algorithm"):
         at_least=0,
     )
     overlong_penalty: float = key(1.0, "Subtracted from the reward of a completion of full length.", at_least=0)
+    credit: Literal["trajectory", "turn"] = key(
+        "trajectory",
+        "With several turns: all targets of a trajectory get its one advantage, or, with advantage=rloo, those of a "
+        "turn the rewards from this turn on, less the mean of the others' whole rewards.",
+    )
     gamma: float = key(1.0, "Discount of returns per token, for reinforce++ and gae.", at_least=0, at_most=1)
     gae_lambda: float = key(1.0, "Lambda of generalized advantage estimation.", at_least=0, at_most=1)
     value_clip: float | None = key(
@@ -297,6 +303,12 @@ class AlgorithmConfig(Keys, group="algorithm"):
             f"goes with algorithm.loss=clip (it is {self.loss}); set it to null",
         )
         self._check_corrections()
+        require(
+            self.credit == "trajectory" or self.advantage == "rloo",
+            "algorithm.credit",
+            self.credit,
+            f"needs the baseline of algorithm.advantage=rloo (it is {self.advantage}): set that, or credit=trajectory",
+        )
         if self.importance != "none" and self.old_logprobs == "rollout" and loss_of(self.loss).ratio:
             raise UserError(
                 f"algorithm.importance={self.importance} with algorithm.old_logprobs=rollout would count the "
@@ -406,9 +418,22 @@ class RLConfig(Config):
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
 
     def __post_init__(self):
         super().__post_init__()
+        program = self.environment.program
+        require(
+            program is None or self.reward == RewardConfig(),
+            "reward.function",
+            list(self.reward.function),
+            f"and its other keys are not read with environment.program={program}, which gives the reward: take them "
+            "out, or call the function there",
+        )
+        for name, group in (("environment", self.environment), ("agent", self.agent)):
+            if program is None and group != type(group)():
+                raise UserError(f"keys of {name} are set, and environment.program is null: name a program, or none")
         sequences = self.batch.global_size * self.rollout.num_generations
         require(
             self.algorithm.minibatch_by == "completion" or self.batch.global_size % self.algorithm.minibatches == 0,
@@ -473,9 +498,18 @@ class RLConfig(Config):
         return self.rollout.temperature if chosen is None else chosen
 
     @property
-    def longest_trajectory(self) -> int:
-        """Return the most tokens that a trajectory samples."""
-        return self.rollout.max_new_tokens
+    def rewarded_by(self) -> str:
+        """Return the key and the name of what gives the rewards."""
+        if self.environment.program is not None:
+            return f"environment.program={self.environment.program}"
+        return f"reward.function=[{', '.join(self.reward.function)}]"
+
+    @property
+    def trajectory_tokens(self) -> int:
+        """Return the most tokens that the model makes in a trajectory."""
+        if self.environment.program is None:
+            return self.rollout.max_new_tokens
+        return self.agent.max_tokens or self.agent.max_turns * self.rollout.max_new_tokens
 
     @property
     def steps_per_batch(self) -> int:
@@ -531,9 +565,14 @@ class RLConfig(Config):
             "rollout.max_staleness": rollout.max_staleness,
             "rollout.over_sample": rollout.over_sample,
             "rollout.waves": rollout.waves,
+            "environment.program": self.environment.program,
+            "agent.history": self.agent.history,
+            "agent.max_turns": self.agent.max_turns,
+            "agent.max_tokens": self.agent.max_tokens,
             "reward.function": list(reward.function),
             "reward.weights": list(reward.weights),
             "algorithm.advantage": algorithm.advantage,
+            "algorithm.credit": algorithm.credit,
             "algorithm.minibatches": algorithm.minibatches,
             "algorithm.minibatch_by": algorithm.minibatch_by,
             "algorithm.epochs": algorithm.epochs,

@@ -1,6 +1,6 @@
-"""Make rewarded completions the samples of the optimizer steps that they feed.
+"""Make rewarded trajectories the samples of the optimizer steps that they feed.
 
-Shape suffixes: S completions of the batch, T tokens of one sample (prompt and completion), C of one completion.
+Shape suffixes: S trajectories of the batch, T tokens of one sample, C targets of one trajectory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,14 @@ from isoloss.engine.batching.prefixes import with_owned_tokens
 from isoloss.engine.batching.sample import Sample, sequence_numbers
 from isoloss.engine.instruments.profiling import phase
 from isoloss.engine.rl import advantages as estimators
-from isoloss.engine.rl.algorithms import advantage_of, imported
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
+from isoloss.engine.rl.credit import Cut, estimate
 from isoloss.engine.rl.critic import Critic
 from isoloss.engine.rl.losses import importance_weights, kl_estimator
+from isoloss.engine.rl.paths import paths_of
 from isoloss.engine.rl.reference import Reference
 from isoloss.engine.rl.trajectory import Group, Trajectory
 from isoloss.engine.step.engine import Engine
-from isoloss.engine.step.losses import shape_or_type
-from isoloss.parallel import UserError
 
 
 @dataclass(frozen=True)
@@ -141,11 +140,13 @@ def with_advantages(samples: Sequence[Sample], groups: Sequence[Group], config: 
         {name: value if name == "rollout_logprobs" else value * sample.mask_T for name, value in sample.fields.items()}
         for sample in samples
     ]
+    numbers = sequence_numbers(samples)
     rewards_S = shaped_rewards(trajectories, config)
-    estimated = estimate(samples, trajectories, rewards_S, group_S, penalty, fields, config)
+    cut = Cut(samples, trajectories, numbers)
+    estimated = estimate(cut, rewards_S, group_S, penalty, fields, config)
     learned = [
-        replace(sample, group=group, fields={**kept, **added})
-        for sample, group, kept, added in zip(samples, group_S.tolist(), fields, estimated)
+        replace(sample, group=int(group_S[number]), fields={**kept, **added})
+        for sample, number, kept, added in zip(samples, numbers, fields, estimated)
     ]
     return with_owned_tokens(with_importance(learned, algorithm))
 
@@ -191,41 +192,39 @@ def removed_fraction(before: Sequence[Sample], after: Sequence[Sample]) -> float
 
 
 def to_samples(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[Sample]:
-    """Return `to_sample` of every completion, with `rollout_logprobs`."""
-    trajectories = [(t, index) for index, group in enumerate(groups) for t in group.trajectories]
-    samples = [to_sample(t, group, algorithm) for t, group in trajectories]
-    logprobs = (np.asarray(t.completion.logprobs, dtype=np.float64) for t, _ in trajectories)
-    return [
-        replace(sample, fields={"rollout_logprobs": on_completion(sample, torch.from_numpy(logprobs_C))})
-        for sample, logprobs_C in zip(samples, logprobs)
+    """Return the samples of every trajectory, with `rollout_logprobs`."""
+    made = []
+    for index, group in enumerate(groups):
+        for k, trajectory in enumerate(group.trajectories):
+            made += samples_of(trajectory, index, algorithm, group.draw * len(group.trajectories) + k)
+    return made
+
+
+def samples_of(trajectory: Trajectory, group: int, algorithm: AlgorithmConfig, sequence: int) -> list[Sample]:
+    """Return a sample for each path of the trajectory. Targets are the tokens of its completions, but of those that
+    are masked: all of a trajectory without a reward, and with mask_truncated those that were cut.
+
+    sequence: number of the trajectory; a trajectory that is one sample needs none.
+    """
+    masked = [
+        not trajectory.valid or (algorithm.mask_truncated and turn.completion.finish == "length")
+        for turn in trajectory.turns
     ]
-
-
-def to_sample(trajectory: Trajectory, group: int, algorithm: AlgorithmConfig) -> Sample:
-    """Return prompt and completion as a sample: targets are the completion's tokens, or none where it is masked."""
-    prompt, completion = trajectory.prompt, trajectory.completion
-    both = [np.asarray(tokens, np.int64) for tokens in (prompt.tokens, completion.tokens)]
-    tokens_T = torch.from_numpy(np.concatenate(both))
-    mask_T = torch.arange(len(tokens_T)) >= len(prompt.tokens)
-    if not trajectory.valid or (algorithm.mask_truncated and completion.finish == "length"):
-        mask_T[:] = False
-    return Sample(tokens_T, mask_T, group, id=completion.id)
-
-
-def on_completion(sample: Sample, values_C: Tensor) -> Tensor:
-    """Return values of the completion's tokens as a field of the sample: 0 on the prompt."""
-    values_T = torch.zeros(len(sample), dtype=torch.float64)
-    values_T[len(sample) - len(values_C) :] = values_C
-    return values_T
+    learned = np.array([*np.logical_not(masked), False])  # the last for -1: no target of this path
+    paths, made = paths_of(trajectory), []
+    for path in paths:
+        mask_T = torch.from_numpy(learned[path.turn_T])
+        fields = {"rollout_logprobs": torch.from_numpy(path.logprobs_T)}
+        whole = None if len(paths) == 1 else sequence
+        made.append(Sample(torch.from_numpy(path.tokens_T), mask_T, group, fields, trajectory.id, whole))
+    return made
 
 
 def shaped_rewards(trajectories: Sequence[Trajectory], config: RLConfig) -> Tensor:
-    """Return the rewards, 0 where not valid, plus DAPO's soft punishment of overlong completions, [S]."""
+    """Return the rewards, 0 where not valid, plus DAPO's soft punishment of overlong trajectories, [S]."""
     rewards_S = torch.tensor([t.reward if t.valid else 0.0 for t in trajectories], dtype=torch.float64)
-    lengths_S = torch.tensor([len(t.completion.tokens) for t in trajectories])
-    punishment_S = estimators.overlong_punishment(
-        lengths_S, config.longest_trajectory, config.algorithm.overlong_buffer
-    )
+    lengths_S = torch.tensor([t.length for t in trajectories])
+    punishment_S = estimators.overlong_punishment(lengths_S, config.trajectory_tokens, config.algorithm.overlong_buffer)
     return rewards_S + config.algorithm.overlong_penalty * punishment_S
 
 
@@ -233,67 +232,6 @@ def kl_penalty(fields: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> Tens
     """Return kl_coef times the estimated divergence from the initial policy at each token, [T]."""
     log_ratio_T = fields["ref_logprobs"] - fields["train_logprobs"]
     return algorithm.kl_coef * kl_estimator(algorithm)(log_ratio_T)
-
-
-def estimate(
-    samples: Sequence[Sample],
-    trajectories: Sequence[Trajectory],
-    rewards_S: Tensor,
-    group_S: Tensor,
-    penalty: Sequence[Tensor | None],
-    fields: Sequence[Mapping[str, Tensor]],
-    config: RLConfig,
-) -> list[dict[str, Tensor]]:
-    """Return `advantages` of each sample, and with a critic its `returns`; [T], 0 where mask_T is False.
-
-    penalty: deduction from the reward, token by token where the estimator reads tokens, else its sum.
-    """
-    algorithm, kind = config.algorithm, advantage_of(config.algorithm.advantage)
-    function = imported(kind.function, "algorithm.advantage")
-    if not kind.by_token:
-        valid_S = torch.tensor([trajectory.valid for trajectory in trajectories])
-        for index, penalty_T in enumerate(penalty):
-            rewards_S[index] -= penalty_T.sum() if penalty_T is not None else 0.0
-        advantages_S = one_number_each(function(rewards_S, group_S, valid_S), kind.function, len(samples))
-        advantages = [a * s.mask_T.double() for a, s in zip(advantages_S, samples)]
-        return [{"advantages": a} for a in (whitened(samples, advantages) if kind.whitened else advantages)]
-
-    estimated = []
-    for sample, reward, penalty_T, sample_fields in zip(samples, rewards_S, penalty, fields):
-        at = sample.mask_T.nonzero().squeeze(1)
-        rewards_C = torch.zeros(len(at), dtype=torch.float64) if penalty_T is None else -penalty_T[at]
-        if len(at):
-            rewards_C[-1] += reward
-        if kind.critic:
-            values_C = sample_fields["old_values"][at]
-            advantages_C, returns_C = function(rewards_C, values_C, algorithm.gamma, algorithm.gae_lambda)
-            per_target = {"advantages": advantages_C, "returns": returns_C}
-        else:
-            per_target = {"advantages": function(rewards_C, algorithm.gamma)}
-        estimated.append(
-            {name: torch.zeros(len(sample)).double().index_put((at,), v) for name, v in per_target.items()}
-        )
-    for sample_fields, advantages_T in zip(estimated, whitened(samples, [each["advantages"] for each in estimated])):
-        sample_fields["advantages"] = advantages_T
-    return estimated
-
-
-def one_number_each(advantages_S: object, function: str, count: int) -> Tensor:
-    """Return the advantages. Raises UserError where they are not a finite number for each of `count` completions."""
-    returned = f"algorithm.advantage={function} returned"
-    if not isinstance(advantages_S, Tensor) or advantages_S.shape != (count,):
-        shape = shape_or_type(advantages_S)
-        raise UserError(f"{returned} {shape} instead of shape ({count},): one number per completion")
-    if not advantages_S.isfinite().all():
-        first = int((~advantages_S.isfinite()).nonzero()[0])
-        raise UserError(f"{returned} {advantages_S[first]:g} for completion {first}: it must be finite")
-    return advantages_S
-
-
-def whitened(samples: Sequence[Sample], advantages: Sequence[Tensor]) -> list[Tensor]:
-    """Return the advantages at mean 0 and variance 1 over all targets of the batch, 0 elsewhere."""
-    per_target = estimators.whiten([a[sample.mask_T] for sample, a in zip(samples, advantages)])
-    return [torch.zeros_like(a).masked_scatter(s.mask_T, w) for s, a, w in zip(samples, advantages, per_target)]
 
 
 def minibatches(

@@ -54,7 +54,10 @@ def _waves(rollout: Rollout, sampled: SampledGroups, config: RLConfig) -> Iterat
         for number, size in enumerate(sizes):
             wave = []
             for group in rollout.collect(size, prefetch=sum(sizes[number + 1 :])):
-                if algorithm.dynamic_sampling and not group.varied:
+                if config.environment.program is not None and group.faulted:
+                    ledger.drop(group.draw, "faulted")
+                    dropped.append(group)
+                elif algorithm.dynamic_sampling and not group.varied:
                     ledger.drop(group.draw, "no_variance" if group.rewarded else "reward_failed")
                     dropped.append(group)
                 else:
@@ -63,7 +66,7 @@ def _waves(rollout: Rollout, sampled: SampledGroups, config: RLConfig) -> Iterat
             kept += wave
             if wave:
                 yield wave
-        check_rewarded([t for group in (*kept, *dropped) for t in group.trajectories], config.reward)
+        check_rewarded([t for group in (*kept, *dropped) for t in group.trajectories], config.rewarded_by)
         enough = len(kept) == wanted
         if enough:
             break

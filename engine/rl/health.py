@@ -23,6 +23,7 @@ def watched(config: RLConfig) -> Watched:
             NoVariance(config, varied),
             reward_errors,
             reward_timeouts,
+            no_tool_calls,
             Truncated(config),
             no_target,
             Longer(),
@@ -67,6 +68,15 @@ def reward_errors(row: Row) -> str | None:
     return (
         f"{row['reward_errors']:,} completions of the batch have no reward and are masked{first}; fix reward.function, "
         "or the rows that it fails on"
+    )
+
+
+def no_tool_calls(row: Row) -> str | None:
+    if not row.get("turns_with_tools") or row["tool_calls"]:
+        return None
+    return (
+        f"no call of a tool was found in {row['turns_with_tools']:,} turns with tools: see in rollouts.jsonl "
+        "what the model writes, and whether agent.tool_parser reads that"
     )
 
 

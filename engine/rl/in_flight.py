@@ -1,14 +1,14 @@
 """Submit groups to a backend, wait for them, abort them for an update of the weights, save and restore them."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from isoloss.engine.rl.backends.protocol import CompletionLost, RolloutBackend, all_done, failure_of
-from isoloss.engine.rl.reward.scoring import PendingGroup, Scoring
 from isoloss.engine.rl.trajectory import Completion, Prompt, Request, Sampling, Trajectory
 
 Asked = Mapping[int, tuple[Prompt, Sequence[str]]]  # by draw, the oldest first: the prompt, the ids of its completions
@@ -23,12 +23,35 @@ class Choice:
     count: int
 
 
+class Pending(Protocol):
+    """A group in flight: its prompt, the ids of its completions, those that are there, and whether all are."""
+
+    prompt: Prompt
+    ids: tuple[str, ...]
+    completions: dict[str, Any]
+    place: int | None
+
+    @property
+    def whole(self) -> bool: ...
+
+
+class Gathers(Protocol):
+    """The interface of `Scoring` to groups in flight."""
+
+    def expect(self, prompt: Prompt, ids: Sequence[str]) -> Any: ...
+    def add(self, completion: Completion) -> None: ...
+    def take(self, groups: Sequence[Any]) -> list[list[Trajectory]]: ...
+    def when(self, until: Callable[[], bool]) -> Future[None]: ...
+    def wait(self, until: Callable[[], bool]) -> None: ...
+    def wake(self) -> None: ...
+
+
 class InFlight:
     """The groups in flight and their completions so far. On rank 0; not collective."""
 
-    def __init__(self, backend: RolloutBackend, scoring: Scoring, sampling: Sampling):
+    def __init__(self, backend: RolloutBackend, scoring: Gathers, sampling: Sampling):
         self._backend, self._scoring, self._sampling = backend, scoring, sampling
-        self._groups: dict[int, PendingGroup] = {}  # by draw
+        self._groups: dict[int, Pending] = {}  # by draw
         self._partial: dict[str, Completion] = {}  # completions that were aborted, by id
         self._futures: dict[str, Future[Completion]] = {}  # by id; until `harvest`
         self._lock = threading.Lock()
@@ -41,7 +64,7 @@ class InFlight:
         for group in self._groups.values():
             for id in group.ids:
                 if id not in group.completions and id not in self._futures:
-                    self._submit(Request(id, group.prompt.tokens, self._partial.get(id)))
+                    self._submit(Request(id, group.prompt.tokens, self._partial.get(id)), self._sampling)
 
     def goal(self, choice: Choice) -> Future[None]:
         """Return a future that is done when `take` need not wait for completions."""
@@ -94,11 +117,11 @@ class InFlight:
             else:
                 self._scoring.add(completion)
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: Request, sampling: Sampling) -> None:
         with self._lock:
             self._left += 1
         try:
-            future = self._futures[request.id] = self._backend.submit(request, self._sampling)
+            future = self._futures[request.id] = self._backend.submit(request, sampling)
         except Exception:
             with self._lock:
                 self._left -= 1
@@ -128,7 +151,11 @@ class InFlight:
             if draw not in self._groups:
                 self._groups[draw] = self._scoring.expect(prompt, ids)
         ids = {id for group in self._groups.values() for id in group.ids}
-        self._partial = {id: partial for id, partial in self._partial.items() if id in ids}
+        self._partial = {id: partial for id, partial in self._partial.items() if self._of(id) in ids}
+
+    def _of(self, id: str) -> str:
+        """Return the id in a group that the request of this id is for."""
+        return id
 
     def _known(self) -> list[Completion]:
         ids = ((group, id) for group in self._groups.values() for id in group.ids)

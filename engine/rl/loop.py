@@ -37,7 +37,7 @@ from isoloss.engine.rl.report import (
 )
 from isoloss.engine.rl.reward.in_process import Reward, name_of, named
 from isoloss.engine.rl.rollout import Rollout
-from isoloss.engine.rl.setup import RLData, load_data, open_rewarder, open_rollout
+from isoloss.engine.rl.setup import RLData, load_data, open_agents, open_rewarder, open_rollout
 from isoloss.engine.run.callbacks import NO_CALLBACKS, Callbacks
 from isoloss.engine.run.result import RunResult
 from isoloss.engine.run.run import Run
@@ -77,6 +77,7 @@ def train_rl(
     with Session(config, run_name, load_data, partial(check, loss=loss), {"train": train, "eval": eval}) as session:
         config, data = session.config, session.data
         rewarder = session.enter_context(open_rewarder(config, data, rewards))
+        agents = session.enter_context(open_agents(config, data, session.source.arch))
         policy = session.open_engine()
         reference = None
         if config.algorithm.uses_reference:
@@ -86,7 +87,7 @@ def train_rl(
         folder = session.open_folder()
         models = Models(session.enter_context(closing(Scatter(policy.mesh))), policy, reference, critic)
         others = [model for model in (reference, critic) if model is not None]
-        rollout = session.enter_context(open_rollout(config, policy, data, rewarder, folder, others))
+        rollout = session.enter_context(open_rollout(config, policy, data, rewarder, folder, others, agents))
         run = session.open_run(policy, folder, watched(config), callbacks)
         return _train(config, data, models, rollout, run, policy_loss(config, loss))
 

@@ -38,7 +38,7 @@ def policy_loss(config: RLConfig, function: Callable[..., Tensor] | None = None)
     def weighting(mode: str | None) -> Aggregation:
         if mode is None or mode == main.mode:
             return main
-        length = config.longest_trajectory if mode == "seq-mean-token-sum-norm" else None
+        length = config.trajectory_tokens if mode == "seq-mean-token-sum-norm" else None
         return dataclasses.replace(main, mode=mode, norm_length=length)
 
     function = function or imported(loss_of(algorithm.loss).function, "algorithm.loss")

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Why = Literal["no_variance", "reward_failed"]
+Why = Literal["no_variance", "reward_failed", "faulted"]
 Finished = Literal["first", "left_over"]
-REASONS: tuple[Why, ...] = ("no_variance", "reward_failed")
+REASONS: tuple[Why, ...] = ("no_variance", "reward_failed", "faulted")
 
 
 @dataclass
@@ -16,7 +16,8 @@ class Ledger:
     drawn: number of prompts drawn.
     in_flight: draws that are in no batch yet and not dropped, the oldest first.
     trained: number of groups that went into a batch.
-    dropped: number of groups left out, for having no variance or since no completion could be rewarded.
+    dropped: number of groups left out, for having no variance, since no completion could be rewarded, or since faults
+        of an environment left fewer than two rewards.
     left_over: draws in flight that a batch did not wait for (rollout.over_sample). times_left_over: total so far.
     lengths: tokens and completions of groups that were among the first to finish, and of groups that were left over.
     batches: versions of the weights that the newest batches began with, the newest last.
@@ -42,7 +43,7 @@ class Ledger:
 
     def drop(self, draw: int, why: Why) -> None:
         self.in_flight.remove(draw)
-        self.dropped[why] += 1
+        self.dropped[why] = self.dropped.get(why, 0) + 1
 
     def race(self, lengths: Mapping[int, Sequence[int]], others: Sequence[int]) -> None:
         """Record groups that were taken because they finished first or had been left over before.

@@ -1,8 +1,12 @@
 """Report a reinforcement learning run: statistics of batches and evaluations, and every completion by its id."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+import torch
+
+from isoloss.engine.batching.sample import sequence_numbers
 from isoloss.engine.data.columns import mapping_lines
 from isoloss.engine.data.mixture import told
 from isoloss.engine.data.remarks import OWN_SYSTEM, remark_lines, repeat_lines
@@ -36,13 +40,14 @@ def completion_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "pass@1": sum(r >= 1 for r in rewards) / count,
         "reward_errors": len(trajectories) - len(rewards),
         "reward_timeouts": sum(t.timed_out for t in trajectories),
-        "response_length_mean": sum(len(t.completion.tokens) for t in trajectories) / all_of,
-        "truncated_fraction": sum(t.completion.finish == "length" for t in trajectories) / all_of,
+        "response_length_mean": sum(t.length for t in trajectories) / all_of,
+        "truncated_fraction": sum(t.truncated for t in trajectories) / all_of,
     }
 
 
 def rollout_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return completion_stats of all, and of each data source if there are several, and means of the reward's parts."""
+    """Return completion_stats of all, and of each data source if there are several, means of the reward's parts, and
+    agent_stats."""
     stats = completion_stats(trajectories)
     sources = sorted({t.prompt.source for t in trajectories})
     for source in sources if len(sources) > 1 else ():
@@ -52,7 +57,26 @@ def rollout_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for name in names if len(names) > 1 else ():
         parts = [t.parts[name] for t in trajectories if t.valid and name in t.parts]
         stats[f"reward/{name}"] = sum(parts) / max(len(parts), 1)
-    return stats
+    return stats | agent_stats(trajectories)
+
+
+# Keys of agent_stats.
+AGENT_STATS = ("turns_mean", "sessions_faulted", "sessions_lost")
+AGENT_COUNTS = ("tool_calls", "turns_with_tools", "turns_appended", "turns_spliced", "turns_branched")
+
+
+def agent_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return turns_mean: turns of a session; sessions_faulted: those with a fault; sessions_lost: those whose tries all
+    had one; and AGENT_COUNTS. Nothing without an environment."""
+    sessions = [trajectory for trajectory in trajectories if "tries" in trajectory.events]
+    if not sessions:
+        return {}
+    return {
+        "turns_mean": sum(len(t.completions) for t in sessions) / len(sessions),
+        "sessions_faulted": sum(t.events["tries"] > 1 or t.error is not None for t in sessions),
+        "sessions_lost": sum(t.error is not None for t in sessions),
+        **{name: sum(t.events.get(name, 0) for t in sessions) for name in AGENT_COUNTS},
+    }
 
 
 def batch_stats(groups: SampledGroups) -> dict[str, float]:
@@ -88,14 +112,14 @@ class RolloutLog:
         if not self._log.enabled:
             return
         drawn = (t for group in (*groups.kept, *groups.dropped) for t in group.trajectories)
-        errors = [f"{t.completion.id}: {t.error}" for t in drawn if t.error]
+        errors = [f"{t.id}: {t.error}" for t in drawn if t.error]
         self.told = {FIRST_ERROR: errors[0]} if errors else {}
-        samples = iter(batch.samples)
-        lines = []
+        numbers, lines = sequence_numbers(batch.samples), []
+        pairs = itertools.groupby(zip(numbers, batch.samples), key=lambda pair: pair[0])
         for group in groups.kept:
             for trajectory in group.trajectories:
-                sample = next(samples)
-                advantages = sample.fields["advantages"][sample.mask_T]
+                samples = [sample for _, sample in next(pairs)[1]]
+                advantages = torch.cat([sample.fields["advantages"][sample.mask_T] for sample in samples])
                 values = {"advantage": float(advantages.mean()) if len(advantages) else 0.0}
                 lines.append(_line(step, trajectory, {"kept": True, "masked": len(advantages) == 0} | values))
         for group in groups.dropped:
@@ -113,22 +137,23 @@ class RolloutLog:
 
 
 def _line(step: int, trajectory: Trajectory, more: Mapping[str, object]) -> dict[str, object]:
-    completion = trajectory.completion
+    completions = trajectory.completions
     # JSON has no nan: the part of a function that failed is null.
     parts = {name: part if math.isfinite(part) else None for name, part in trajectory.parts.items()}
     return {
         "step": step,
-        "id": completion.id,
+        "id": trajectory.id,
         "prompt": trajectory.prompt.prompt,
         "completion": trajectory.text,
         "answer": trajectory.prompt.answer,
         "reward": trajectory.reward if trajectory.valid else None,
         **({"parts": parts} if len(parts) > 1 else {}),
         **({"error": trajectory.error} if trajectory.error else {}),
-        "finish": completion.finish,
-        "tokens": len(completion.tokens),
-        "logprob": sum(completion.logprobs),
-        "weight_versions": sorted(set(completion.versions)),
+        "finish": completions[-1].finish if completions else None,
+        "tokens": trajectory.length,
+        "logprob": sum(sum(completion.logprobs) for completion in completions),
+        "weight_versions": sorted({version for completion in completions for version in completion.versions}),
+        **trajectory.events,
         **more,
     }
 

@@ -13,6 +13,8 @@ import numpy as np
 from isoloss.engine.data.dataset import draw_indices
 from isoloss.engine.instruments import watchdog
 from isoloss.engine.instruments.profiling import phase
+from isoloss.engine.rl.agents.agents import Agents
+from isoloss.engine.rl.agents.flight import SessionFlight
 from isoloss.engine.rl.backends.protocol import RolloutBackend
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.in_flight import Asked, Choice, InFlight
@@ -49,6 +51,7 @@ class Rollout:
     Rank 0 knows the completions in flight; every rank has the ledger.
 
     rewarder: rewarder on rank 0; None on the others.
+    agents: sessions of environment.program on rank 0, which give the rewards then; None on the others.
     prompts: prompts to train on.
     offloadables: parts of the trainer on the device other than the engine; with rollout.colocated they are offloaded
         with it, before the backend needs the memory, and come back when they are next used.
@@ -65,11 +68,12 @@ class Rollout:
         prompts: PromptSet,
         stop_token_ids: tuple[int, ...],
         offloadables: Sequence[Offloadable] = (),
+        agents: Agents | None = None,
     ):
         self.engine, self.backend = engine, backend
         self._prompts, self._order = prompts.prompts, prompts.order
         self._seed, self._generations = config.train.seed, config.rollout.num_generations
-        self._reward = config.reward
+        self._rewarded_by = config.rewarded_by
         self._rank0 = RankZero(patient=watchdog.patient)
         self._offloadables, self._colocated = offloadables, config.rollout.colocated
         self._overlaps = config.overlaps_generation
@@ -86,6 +90,7 @@ class Rollout:
         self._eval_sampling = replace(
             self.sampling, temperature=config.eval_temperature, top_p=config.rollout.eval_top_p
         )
+        self._agents = agents
         self._scoring = None if rewarder is None else Scoring(rewarder)
         self._in_flight = self._flight(self.sampling)
         self.ledger = Ledger()
@@ -139,6 +144,8 @@ class Rollout:
         self._seconds["sync_seconds"] += time.perf_counter() - started
 
     def _flight(self, sampling: Sampling) -> InFlight | None:
+        if self._agents is not None:
+            return SessionFlight(self.backend, self._agents, sampling)
         return None if self._scoring is None else InFlight(self.backend, self._scoring, sampling)
 
     def _begin(self) -> None:
@@ -184,7 +191,7 @@ class Rollout:
         asked = self._asked(self.ledger.in_flight)
         groups = self._rewarded(self._in_flight, asked, Choice(competing, needed, count))
         if self._more:
-            lengths = {draw: [len(t.completion.tokens) for t in each] for draw, each in groups.items()}
+            lengths = {draw: [t.length for t in each] for draw, each in groups.items()}
             self.ledger.race(lengths, [draw for draw in competing if draw not in groups])
         return [Group(draw, asked[draw][0], tuple(each)) for draw, each in groups.items()]
 
@@ -193,8 +200,8 @@ class Rollout:
 
         def ages() -> dict[str, float]:
             tokens_of: Counter[int] = Counter()
-            for versions in (t.completion.versions for group in groups for t in group.trajectories):
-                distinct, tokens = np.unique(np.asarray(versions), return_counts=True)
+            for completion in (c for group in groups for t in group.trajectories for c in t.completions):
+                distinct, tokens = np.unique(np.asarray(completion.versions), return_counts=True)
                 tokens_of.update(dict(zip(distinct.tolist(), tokens.tolist())))
             age_of = dict(zip(tokens_of, self.ledger.staleness(tokens_of)))
             mean = sum(age_of[version] * tokens for version, tokens in tokens_of.items()) / max(tokens_of.total(), 1)
@@ -226,7 +233,7 @@ class Rollout:
         choice = Choice(range(len(prompts)), range(len(prompts)), len(prompts))
         groups = self._rewarded(self._flight(self._eval_sampling), asked, choice)
         trajectories = [only for (only,) in groups.values()]
-        check_rewarded(trajectories, self._reward)
+        check_rewarded(trajectories, self._rewarded_by)
         self.take_seconds()  # with its seconds of weight sync: they belong to no step
         if self._overlaps:
             self._begin()

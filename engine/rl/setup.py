@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -14,6 +14,9 @@ from isoloss.engine.config import rules
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.dataset import check_files, steps_for_epochs
 from isoloss.engine.data.mixture import content
+from isoloss.engine.rl.agents.agents import Agents, Limits
+from isoloss.engine.rl.agents.dialogue import Dialogue
+from isoloss.engine.rl.agents.pool import AgentPool
 from isoloss.engine.rl.backends.local.megatron_backend import MegatronBackend
 from isoloss.engine.rl.backends.local.transformers_backend import TransformersBackend
 from isoloss.engine.rl.backends.protocol import RolloutBackend
@@ -33,6 +36,9 @@ from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
 from isoloss.parallel import UserError
 from isoloss.parallel.runtime import environment
+
+if TYPE_CHECKING:
+    from isoloss.engine.rl.agents.endpoint import Endpoint
 
 
 @dataclass(frozen=True)
@@ -99,17 +105,63 @@ def prompt_room(config: RLConfig, arch: Architecture) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def open_rewarder(config: RLConfig, data: RLData, given: Mapping[str, Reward] = {}) -> Iterator[Rewarder | None]:
-    """Open the reward functions, in worker processes of rank 0; None on other ranks, which do not call them.
+    """Open the reward functions, in worker processes of rank 0; None on other ranks, which do not call them, and where
+    environment.program gives the rewards.
 
     given: functions of reward.function that are called in this process, by name.
     Raises UserError, on rank 0, where a function cannot be used. Enters no collective.
     """
-    if environment.rank_and_world()[0] > 0:
+    if environment.rank_and_world()[0] > 0 or config.environment.program is not None:
         yield None
         return
     prompts = data.train.prompts + (data.eval.prompts if data.eval else ())
     with Rewarder(config.reward, data.tokenizer, prompts, config.rollout.api_key_env, given) as rewarder:
         yield rewarder
+
+
+@contextlib.contextmanager
+def open_agents(config: RLConfig, data: RLData, arch: Architecture) -> Iterator[Agents | None]:
+    """Open the sessions of environment.program, in worker processes of rank 0; None without one, and on other ranks.
+
+    Raises UserError, on rank 0, where the program cannot be loaded, or calls of tools would not be found. Enters no
+    collective.
+    """
+    program, agent = config.environment.program, config.agent
+    if program is None or environment.rank_and_world()[0] > 0:
+        yield None
+        return
+    dialogue = Dialogue(data.tokenizer, config.data.template_variables, agent.history, agent.tool_parser)
+    limits = Limits(
+        agent.max_turns,
+        config.trajectory_tokens,
+        config.rollout.max_new_tokens,
+        min(config.data.max_length, arch.max_positions),
+        agent.timeout,
+        config.environment.retries,
+        config.environment.concurrency,
+    )
+    workers, python = config.environment.workers, config.environment.python
+    pool = AgentPool(program, workers, python, config.rollout.api_key_env)
+    with contextlib.ExitStack() as stack:
+        url = None
+        if config.environment.serves:
+            endpoint = stack.enter_context(contextlib.closing(open_endpoint(config.rollout.temperature)))
+            url = endpoint.url
+        agents = stack.enter_context(contextlib.closing(Agents(pool, dialogue, limits, config.train.seed, url)))
+        if config.environment.serves:
+            endpoint.chat = agents.chat
+        yield agents
+
+
+def open_endpoint(temperature: float) -> "Endpoint":
+    """Return the endpoint for clients of OpenAI's API. Raises UserError where its server is not installed."""
+    try:
+        from isoloss.engine.rl.agents.endpoint import Endpoint
+    except ImportError as error:
+        raise UserError(
+            f"environment.endpoint=true and command: need a server ({error}): pip install 'isoloss[serve]'"
+        ) from error
+    return Endpoint(temperature)
 
 
 @contextlib.contextmanager
@@ -120,8 +172,9 @@ def open_rollout(
     rewarder: Rewarder | None,
     output_dir: Path,
     offloadables: Sequence[Offloadable] = (),
+    agents: Agents | None = None,
 ) -> Iterator[Rollout]:
-    """Open the rollout with the configured backend. offloadables: see `Rollout`. Collective over the world."""
+    """Open the rollout with the configured backend. offloadables, agents: see `Rollout`. Collective over the world."""
     if config.rollout.colocated:  # servers that are started here find the device empty
         for part in (engine, *offloadables):
             part.offload()
@@ -129,7 +182,7 @@ def open_rollout(
     backend = open_backend(config, engine, output_dir)
     try:
         backend.check_health()
-        rollout = Rollout(engine, backend, rewarder, config, data.train, data.stop_token_ids, offloadables)
+        rollout = Rollout(engine, backend, rewarder, config, data.train, data.stop_token_ids, offloadables, agents)
         with contextlib.closing(rollout):
             yield rollout
     finally:

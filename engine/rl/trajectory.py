@@ -178,35 +178,87 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Trajectory:
-    """A completion of a prompt and its reward.
+class Turn:
+    """A call of the model.
 
-    text: text of the completion; "" in an outline.
-    reward: weighted sum; math.nan where a reward function failed or none applies, as `error` says: it is then masked.
-    parts: results of the reward functions, unweighted, by label of the function.
-    timed_out: whether the verification ran out of time, which gives 0.
+    prompt_tokens: token ids that the model read; `Absent` in an outline.
+    completion: what it made of them.
+    reward: the part of the trajectory's reward that belongs to this turn; the rest belongs to the last one.
+    excluded: reason why the completion is no target, such as "unread"; None: it is one.
     """
 
-    prompt: Prompt
+    prompt_tokens: Sequence[int]
     completion: Completion
+    reward: float = 0.0
+    excluded: str | None = None
+
+    def outline(self) -> "Turn":
+        """Return the turn without its numbers, for ranks other than 0."""
+        return replace(self, prompt_tokens=Absent(len(self.prompt_tokens)), completion=self.completion.outline())
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """All calls of the model on one run on a prompt, and their reward.
+
+    turns: in the order in which they were made; one where a prompt is simply completed.
+    text: text of the completion, or of the last one; "" in an outline.
+    reward: of the whole trajectory; math.nan where a reward function or the environment failed or none applies, as
+        `error` says: it is then masked.
+    parts: results of the reward functions, unweighted, by label of the function.
+    timed_out: whether the verification ran out of time, which gives 0.
+    events: what the record of the run tells beside these, such as messages; an outline has its counts alone.
+    """
+
+    id: str
+    prompt: Prompt
+    turns: tuple[Turn, ...]
     text: str
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
     timed_out: bool = False
+    events: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_one_turn(cls, prompt: Prompt, completion: Completion, text: str, reward: float, *more: Any) -> "Trajectory":
+        """Return a completion of the prompt as a trajectory. more: `parts` and the fields after it."""
+        return cls(completion.id, prompt, (Turn(prompt.tokens, completion),), text, reward, *more)
+
+    @property
+    def completion(self) -> Completion:
+        """Return the completion of the only turn."""
+        (turn,) = self.turns
+        return turn.completion
+
+    @property
+    def completions(self) -> list[Completion]:
+        """Return the completions of its turns but those that are excluded."""
+        return [turn.completion for turn in self.turns if turn.excluded is None]
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens that the model made, those of excluded turns left out."""
+        return sum(len(completion.tokens) for completion in self.completions)
+
+    @property
+    def truncated(self) -> bool:
+        """Return whether a completion was cut for its length."""
+        return any(completion.finish == "length" for completion in self.completions)
 
     @property
     def valid(self) -> bool:
-        return math.isfinite(self.reward) and len(self.completion.tokens) > 0
+        return math.isfinite(self.reward) and self.length > 0
 
     def outline(self) -> "Trajectory":
         """Return the trajectory without text and numbers, for ranks other than 0."""
-        return replace(self, completion=self.completion.outline(), text="")
+        counts = {name: count for name, count in self.events.items() if isinstance(count, int)}
+        return replace(self, turns=tuple(turn.outline() for turn in self.turns), text="", events=counts)
 
 
 @dataclass(frozen=True)
 class Group:
-    """The completions of one prompt. draw: number of the prompt among all that the run has drawn."""
+    """The trajectories of one prompt. draw: number of the prompt among all that the run has drawn."""
 
     draw: int
     prompt: Prompt
@@ -214,8 +266,13 @@ class Group:
 
     @property
     def rewarded(self) -> bool:
-        """Return whether a completion has a reward."""
+        """Return whether a trajectory has a reward."""
         return any(trajectory.error is None for trajectory in self.trajectories)
+
+    @property
+    def faulted(self) -> bool:
+        """Return whether faults of an environment have left fewer rewards than a comparison takes."""
+        return sum(trajectory.error is None for trajectory in self.trajectories) < min(2, len(self.trajectories))
 
     @property
     def varied(self) -> bool:

@@ -59,7 +59,7 @@ def load_file(path: str) -> ModuleType:
 
 
 # Files whose lines are left out of what a user reads.
-PRODUCT = {__file__, os.path.join(os.path.dirname(__file__), "reward", "worker.py")}
+PRODUCT = {__file__, *(os.path.join(os.path.dirname(__file__), room, "worker.py") for room in ("reward", "agents"))}
 
 
 def reason(error: BaseException) -> str:

@@ -23,7 +23,11 @@ GROUPS = {
     "data": """
         valid_tokens total_tokens computed_tokens sequences micro_batches groups_drawn groups_dropped
         groups_without_variance draw_rounds prompts_drawn prompts_trained prompts_in_flight prompts_left_over
-        prompts_dropped_no_variance prompts_dropped_reward_failed
+        prompts_dropped_no_variance prompts_dropped_reward_failed prompts_dropped_faulted
+    """,
+    "agents": """
+        turns_mean sessions_faulted sessions_lost tool_calls turns_with_tools
+        turns_appended turns_spliced turns_branched
     """,
     "moe": "moe_aux_loss moe_z_loss dispatch_reruns",
     "servers": "servers_lost servers_returned requests_retried completions_lost syncs_retried",

@@ -30,8 +30,8 @@ Part = tuple[PackedBatch, TokenInputs]  # a micro-batch, and what the model comp
 class KnownSums:
     """The sums over sequences, and the slopes of the loss, that are known before the pass that differentiates it.
 
-    totals: the sum of each call of sequence_sum, in the order of the calls, [U].
-    slopes: by name of TokenInputs, the derivative of the step's loss with respect to each target's number, [T] or
+    totals: results of the calls of sequence_sum, in their order, [U] each.
+    slopes: derivatives of the step's loss with respect to each target's number, by its name in TokenInputs: [T] or
         [T, K] in the order of the step's samples; 0 for targets of other ranks.
     """
 

@@ -46,6 +46,8 @@ def writable() -> set[str]:
         *critic.train_step(()),
         *(loss.name for loss in moe.losses),
         *report.batch_stats(SampledGroups(counts={**Ledger().counts(), **Ledger().mean_lengths()})),
+        *report.AGENT_STATS,
+        *report.AGENT_COUNTS,
         *NAMES,
     }
 

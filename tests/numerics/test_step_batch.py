@@ -110,7 +110,9 @@ def test_losses_of_routers_over_cut_trajectories_are_refused_by_name(tiny_hf, on
     moe = MoeConfig(aux_loss="sequence", aux_loss_coef=0.01)
     engine = Engine(Config(ModelConfig(str(tiny_hf("qwen3-moe"))), moe=moe))
     loss = Loss.of(negative_log_likelihood)
-    with pytest.raises(UserError, match=r"moe\.aux_loss_coef, .* Sample\.sequence cuts a trajectory .*: give each"):
+    with pytest.raises(
+        UserError, match=r"moe\.aux_loss_coef, .* Sample\.sequence cuts a trajectory .*: give these samples owned_T"
+    ):
         engine.forward_backward(cut(), loss)
     engine.zero_grad()
     assert engine.forward_backward(whole(), loss).sequences == 6

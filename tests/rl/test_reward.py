@@ -371,10 +371,10 @@ def test_nothing_but_failures(score, write, completion):
     """One good completion is enough to go on; without any there is nothing to learn from."""
     path = write(FAULTS)
     of_one = score(f"{path}:one", ["raise", "nan", "good"])
-    batch = [Trajectory(prompt(), completion(s.text), s.text, s.reward, s.parts, s.error) for s in of_one]
-    check_rewarded(batch, RewardConfig())
+    batch = [Trajectory.of_one_turn(prompt(), completion(s.text), s.text, s.reward, s.parts, s.error) for s in of_one]
+    check_rewarded(batch, "reward.function=[exact_match]")
     with pytest.raises(UserError, match=r"none of 2 completions could be rewarded; the first, t:1/0/0: one: ValueErr"):
-        check_rewarded(batch[:2], RewardConfig())
+        check_rewarded(batch[:2], "reward.function=[exact_match]")
 
 
 def test_one_function_of_the_whole_batch_is_enough_to_wait_for_it(write, tokenizer):

@@ -48,7 +48,7 @@ def make_groups(batch=BATCH):
             finish = "length" if length == LONGEST else "stop"
             logprobs = tuple(-token / 1000 for token in tokens)
             completion = Completion(f"{number}", tokens, logprobs, (0,) * length, finish)
-            trajectories.append(Trajectory(prompt, completion, "", reward))
+            trajectories.append(Trajectory.of_one_turn(prompt, completion, "", reward))
         groups.append(Group(number, prompt, tuple(trajectories)))
     return groups
 

@@ -29,11 +29,12 @@ ROOT = Path(__file__).parents[2]
 ORDER = {
     "engine": ("config batching", "instruments memory", "data checkpoint", "step", "run", "sft rl"),
     "engine/rl": (
-        "advantages.py prompt_ledger.py reference.py trajectory.py user_functions.py",
-        "algorithms.py prompts.py",
+        "advantages.py agent_config.py prompt_ledger.py reference.py trajectory.py user_functions.py",
+        "algorithms.py paths.py prompts.py",
         "config.py",
         "backends losses.py reward",
-        "critic.py generation.py health.py in_flight.py",
+        "credit.py critic.py generation.py health.py in_flight.py",
+        "agents",
         "rollout.py",
         "experience.py group_sampling.py",
         "setup.py",

@@ -37,7 +37,7 @@ def trajectory(number: int, source: str, length: int, finish, reward: float, par
     prompt = Prompt(f"train.jsonl:{number}", (1, 2), f"question {number}", f"answer {number}", source)
     tokens = tuple(range(10, 10 + length))
     completion = Completion(f"train.jsonl:{number}/0/0", tokens, (-0.25,) * length, (3,) * length, finish)
-    return Trajectory(prompt, completion, f"text {number}", reward, parts or {})
+    return Trajectory.of_one_turn(prompt, completion, f"text {number}", reward, parts or {})
 
 
 BATCH = [trajectory(number, *row) for number, row in enumerate(ROWS)]

@@ -29,7 +29,7 @@ def config(wanted, waves=1, **algorithm):
 def group(number, rewards):
     prompt = Prompt(f"train.jsonl:{number}", (1, 2), "?")
     completion = Completion("x", (3,), (-0.5,), (0,), "stop")
-    return Group(number, prompt, tuple(Trajectory(prompt, completion, "", reward) for reward in rewards))
+    return Group(number, prompt, tuple(Trajectory.of_one_turn(prompt, completion, "", reward) for reward in rewards))
 
 
 class Stream:

@@ -117,14 +117,14 @@ class Rewarder:
         ]
 
 
-def check_rewarded(trajectories: Sequence[Trajectory], config: RewardConfig) -> None:
+def check_rewarded(trajectories: Sequence[Trajectory], rewarded_by: str) -> None:
     """UserError where not one of them could be rewarded. To be asked about whole batches: the completions of a single
     prompt may all fail for what stands in its row."""
     if trajectories and all(trajectory.error is not None for trajectory in trajectories):
         first = trajectories[0]
         raise UserError(
-            f"reward.function=[{', '.join(config.function)}]: none of {len(trajectories)} completions could be "
-            f"rewarded; the first, {first.completion.id}: {first.error}: fix the function"
+            f"{rewarded_by}: none of {len(trajectories)} completions could be "
+            f"rewarded; the first, {first.id}: {first.error}: fix the function"
         )
 
 

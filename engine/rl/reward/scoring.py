@@ -43,51 +43,21 @@ class PendingGroup:
     def trajectories(self) -> list[Trajectory]:
         assert self.scored is not None, "it was waited for"
         return [
-            Trajectory(
+            Trajectory.of_one_turn(
                 self.prompt, self.completions[id], each.text, each.reward, each.parts, each.error, each.timed_out
             )
             for id, each in zip(self.ids, self.scored, strict=True)
         ]
 
 
-class Scoring:
-    """Gives each group its rewards once its last completion is there, in a thread, while others are generated. Where a
-    reward function wants the whole batch, all are given when they are asked for. On rank 0.
+class Arrivals:
+    """Waits, in one thread, for what other threads bring."""
 
-    What a group is given does not depend on which other groups are whole.
-    """
-
-    def __init__(self, rewarder: GivesRewards):
-        self._rewarder = rewarder
+    def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._of: dict[str, PendingGroup] = {}  # by the id of each completion
-        self._waiting: list[PendingGroup] = []  # whole, without rewards
         self._goals: list[tuple[Callable[[], bool], Future[None]]] = []
         self._places = itertools.count()
         self._failure: Exception | None = None
-        self._closed = False
-        self._thread: threading.Thread | None = None
-
-    def expect(self, prompt: Prompt, ids: Sequence[str]) -> PendingGroup:
-        """A group that `add` will get the completions of."""
-        group = PendingGroup(prompt, tuple(ids))
-        with self._changed:
-            self._of |= dict.fromkeys(group.ids, group)
-            if self._thread is None and not self._rewarder.whole_batch:
-                self._thread = threading.Thread(target=self._work, name="rewards", daemon=True)
-                self._thread.start()
-        return group
-
-    def add(self, completion: Completion) -> None:
-        """From any thread. Twice does no harm."""
-        with self._changed:
-            group = self._of[completion.id]
-            group.completions[completion.id] = completion
-            if not group.whole and len(group.completions) == len(group.ids):
-                group.place = next(self._places)
-                if not self._rewarder.whole_batch:
-                    self._waiting.append(group)
-        self.wake()
 
     def when(self, until: Callable[[], bool]) -> Future[None]:
         """Return a future that is done once `until()` holds, looked at after every change, or a reward failed."""
@@ -112,6 +82,43 @@ class Scoring:
             self._changed.wait_for(lambda: self._failure is not None or until())
             if self._failure is not None:
                 raise self._failure
+
+
+class Scoring(Arrivals):
+    """Gives each group its rewards once its last completion is there, in a thread, while others are generated. Where a
+    reward function wants the whole batch, all are given when they are asked for. On rank 0.
+
+    What a group is given does not depend on which other groups are whole.
+    """
+
+    def __init__(self, rewarder: GivesRewards):
+        super().__init__()
+        self._rewarder = rewarder
+        self._of: dict[str, PendingGroup] = {}  # by the id of each completion
+        self._waiting: list[PendingGroup] = []  # whole, without rewards
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def expect(self, prompt: Prompt, ids: Sequence[str]) -> PendingGroup:
+        """A group that `add` will get the completions of."""
+        group = PendingGroup(prompt, tuple(ids))
+        with self._changed:
+            self._of |= dict.fromkeys(group.ids, group)
+            if self._thread is None and not self._rewarder.whole_batch:
+                self._thread = threading.Thread(target=self._work, name="rewards", daemon=True)
+                self._thread.start()
+        return group
+
+    def add(self, completion: Completion) -> None:
+        """From any thread. Twice does no harm."""
+        with self._changed:
+            group = self._of[completion.id]
+            group.completions[completion.id] = completion
+            if not group.whole and len(group.completions) == len(group.ids):
+                group.place = next(self._places)
+                if not self._rewarder.whole_batch:
+                    self._waiting.append(group)
+        self.wake()
 
     def take(self, groups: Sequence[PendingGroup]) -> list[list[Trajectory]]:
         """The completions of these groups, which are whole, with their rewards; they are forgotten here."""

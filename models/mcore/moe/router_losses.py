@@ -81,9 +81,9 @@ class RoutedTokens:
 
 
 class ChoiceCounts:
-    """How many tokens of each sequence chose each expert, in the rows that this rank has seen.
+    """Counts, of the rows that this rank has seen, of the tokens of each sequence that chose each expert.
 
-    of_layer: [U, E] fp64 by layer, of the sequences of the step.
+    of_layer: counts of the step's sequences by layer, [U, E] fp64 each.
     """
 
     def __init__(self, sequences: int):

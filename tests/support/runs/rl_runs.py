@@ -14,9 +14,9 @@ from torch import Tensor
 from isoloss.engine.rl import loop
 from isoloss.engine.rl.backends.local.transformers_backend import TransformersBackend
 from isoloss.engine.rl.config import RLConfig
-from isoloss.engine.rl.experience import to_sample
+from isoloss.engine.rl.experience import samples_of
 from isoloss.engine.rl.rollout import Rollout
-from isoloss.engine.rl.trajectory import Completion
+from isoloss.engine.rl.trajectory import Completion, Turn
 from isoloss.engine.run.run import BadStepGuard, Run
 from isoloss.engine.step.engine import Engine
 from isoloss.parallel import Layout
@@ -202,8 +202,8 @@ def watched(config: RLConfig, stale: bool = False) -> Watched:
     def comparing(groups, models, config):
         trajectories = [t for group in groups for t in group.trajectories]
         whole = of_rank_0([t.completion for t in trajectories])
-        trajectories = [replace(t, completion=each) for t, each in zip(trajectories, whole)]
-        samples = [to_sample(t, 0, config.algorithm) for t in trajectories]
+        trajectories = [replace(t, turns=(Turn(t.prompt.tokens, each),)) for t, each in zip(trajectories, whole)]
+        samples = [each for t in trajectories for each in samples_of(t, 0, config.algorithm, 0)]
         found = engines[0].logprobs(samples, config.rollout.temperature)
         worst.append(max(difference(t.completion, of_one.cpu()) for t, of_one in zip(trajectories, found)))
         return with_logprobs(groups, models, config)
