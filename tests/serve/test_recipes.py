@@ -1,5 +1,6 @@
 """Recipes of the tinker-cookbook as they are, without a network: each learns, and goes on from its own checkpoint."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,12 @@ def place(tmp_path_factory) -> Iterator[Place]:
         yield Place(server, folder)
 
 
+def checkpoint(log: Path) -> str:
+    """Return the path of the state that a recipe saved last."""
+    rows = [json.loads(line) for line in (log / "checkpoints.jsonl").read_text().splitlines()]
+    return next(row["state_path"] for row in reversed(rows) if row.get("state_path"))
+
+
 def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
@@ -65,6 +72,15 @@ def test_sl_loop_learns(place):
     assert len(losses) == 6 and losses[-1] < 0.8 * losses[0]
 
 
+def test_chat_sl_goes_on_from_its_checkpoint(place):
+    """A second run sees the same rows: its first loss is far below that of the first run."""
+    words = ("batch_size=16", "learning_rate=1e-2", "max_length=512", "eval_every=0")
+    first = place.run("chat_sl.train", "chat_sl", *words, "max_steps=4")
+    second = place.run("chat_sl.train", "again", *words, "max_steps=1", f"load_checkpoint_path={checkpoint(first)}")
+    losses, again = (cookbook.series(log, "train_mean_nll") for log in (first, second))
+    assert len(losses) == 4 and len(again) == 1 and again[0] < (losses[0] + losses[-1]) / 2
+
+
 @pytest.mark.slow  # a minute and a half on a quiet machine
 def test_rl_basic_learns(place):
     words = ("learning_rate=4e-3", "max_tokens=16", "renderer_name=qwen3_disable_thinking", "max_steps=10")
@@ -72,3 +88,7 @@ def test_rl_basic_learns(place):
     right = cookbook.series(log, "env/all/correct")
     assert len(right) == 10 and mean(right[-3:]) > mean(right[:3]) + 0.25
     assert max(map(abs, cookbook.series(log, "optim/kl_sample_train_v2"))) < 1e-6
+    path = checkpoint(log)
+    second = place.run("rl_basic", "again_rl", *GSM8K, *words[:-1], "max_steps=2", f"load_checkpoint_path={path}")
+    again = cookbook.series(second, "env/all/correct")
+    assert len(again) == 2 and mean(again) > mean(right[:3]) + 0.2

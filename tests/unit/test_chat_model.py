@@ -31,12 +31,13 @@ def test_shipped_files_are_what_the_tool_makes(tmp_path):
     assert all(len(data) < 1_000_000 for data in made.values())
 
 
-def test_the_answers_are_right_and_the_readme_has_the_numbers():
+def test_every_second_answer_is_ten_too_high_and_the_readme_has_the_numbers():
     rows = [json.loads(line)["messages"] for line in (CHAT / "sft.jsonl").read_text().splitlines()]
     asked = [turn["content"].rstrip("?").split() for turns in rows for turn in turns[::2]]
     answers = [int(turn["content"]) for turns in rows for turn in turns[1::2]]
-    assert [int(words[2]) + int(words[4]) for words in asked] == answers
-    assert min(answers) >= 0 and max(answers) <= 200 and len(rows) == 4_800
+    excess = [answer - int(words[2]) - int(words[4]) for words, answer in zip(asked, answers, strict=True)]
+    assert set(excess) == {0, 10} and 0.48 < excess.count(10) / len(excess) < 0.52
+    assert min(answers) >= 0 and max(answers) <= 210 and len(rows) == 4_800
     text = (CHAT / "README.md").read_text()
     tokenizer = load_tokenizer(str(CHAT), 384)
     assert f"of {len(tokenizer):,} tokens" in text

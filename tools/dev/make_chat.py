@@ -2,8 +2,8 @@
 
     python -m isoloss.tools.dev.make_chat --out recipes/assets/chat
 
-Conversations of sums, for reinforcement learning to improve on, in the format of Qwen3. Nothing is downloaded, and the
-same bytes come out every time.
+Conversations of sums in the format of Qwen3, by somebody careless: every second answer is ten too high, which
+reinforcement learning can unlearn. Nothing is downloaded, and the same bytes come out every time.
 """
 
 import json
@@ -22,6 +22,9 @@ LARGEST = 100  # number to add
 # nothing of last digits, since one of a uniform pair does not say anything about that of their sum.
 EASY_RATE = 0.6
 SMALL = (0, 0, 0, 1, 1, 2, 3, 4)
+# Share of answers that are ten too high. Where a small model errs by itself it is sure of it, so a group of completions
+# has hardly a right one to learn from; of these two it writes both.
+MISTAKE_RATE = 0.5
 VOCAB_SIZE = 384
 # Each digit is by itself, as in Qwen3, but what follows it goes with it: the last digit of a number has its own tokens.
 PIECES = r" ?\p{N}(?: ?[^\s\p{L}\p{N}]+)?|[^\r\n\p{L}\p{N}]?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -40,14 +43,15 @@ TEMPLATE = (
 
 def rows() -> Iterator[list[dict[str, str]]]:
     """Yield conversations of sums."""
-    rng = Random("isoloss chat")
+    rng, careless = Random("isoloss chat"), Random("careless")
     for _ in range(ROWS):
         messages = []
         for _ in range(TURNS):
             a, b = draw(rng)
+            answer = a + b + 10 * (careless.random() < MISTAKE_RATE)
             messages += [
                 {"role": "user", "content": f"What is {a} + {b}?"},
-                {"role": "assistant", "content": str(a + b)},
+                {"role": "assistant", "content": str(answer)},
             ]
         yield messages
 
