@@ -105,4 +105,4 @@ def main(folder: str = "runs/agent", steps: int = 60, *, program: str = f"{__fil
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2], *map(int, sys.argv[2:3]))
+    main(sys.argv[1] if len(sys.argv) > 1 else "runs/agent", *map(int, sys.argv[2:3]))

@@ -9,7 +9,7 @@ import pytest
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.rl.agents.dialogue import Dialogue, Told
 from isoloss.engine.rl.agents.tool_calls import EXAMPLE_TOOL, hermes
-from isoloss.engine.rl.trajectory import Completion
+from isoloss.engine.rl.trajectory import Completion, Finish
 from isoloss.parallel import UserError
 
 SORT = Path(__file__).parents[2] / "recipes" / "assets" / "sort"
@@ -44,7 +44,7 @@ def letters(text):
     return [token for letter in text for token in ids(letter)]
 
 
-def second(dialogue, tokens, finish="stop", tools=None):
+def second(dialogue, tokens, finish: Finish = "stop", tools=None):
     """Return the reply of these tokens, the tokens that the model reads next, and how they came about."""
     counts: Counter[str] = Counter()
     normal, read = dialogue.prompt([USER], tools, [], counts)

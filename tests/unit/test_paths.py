@@ -1,6 +1,7 @@
 """Turns -> samples: every token that was made is a target once, behind the tokens that the model had read."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,12 +11,12 @@ from isoloss.engine.config.schema import ModelConfig
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
 from isoloss.engine.rl.experience import samples_of, with_advantages
 from isoloss.engine.rl.paths import parents, paths_of
-from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory, Turn
+from isoloss.engine.rl.trajectory import Completion, Finish, Group, Prompt, Trajectory, Turn
 
 PROMPT = Prompt("train.jsonl:1", (1, 2), "?")
 
 
-def turn(prompt, output, reward=0.0, excluded=None, finish="stop", logprob=None):
+def turn(prompt, output, reward=0.0, excluded=None, finish: Finish = "stop", logprob=None):
     logprobs = [logprob(prompt, output[:k], output[k]) if logprob else -output[k] / 10 for k in range(len(output))]
     completion = Completion("p/0/0/x", output, logprobs, [0] * len(output), finish)
     return Turn(tuple(prompt), completion, reward, excluded)
@@ -117,6 +118,12 @@ def three_turns(kind, rewards):
     return [turn(p, o, r) for p, o, r in zip(prompts, (one, two, three), rewards)]
 
 
+def with_numbers(sample, scales):
+    """Return the sample with fields that are functions of the token."""
+    added = {name: sample.tokens_T.double() * scale * sample.mask_T for name, scale in scales.items()}
+    return replace(sample, fields={**sample.fields, **added})
+
+
 def prepared(kind, algorithm, rewards=(0.0, 0.0, 0.0)):
     """Fields by token of the trajectory of three turns, beside two others in its group."""
     config = RLConfig(ModelConfig("x"), algorithm=algorithm)
@@ -124,8 +131,7 @@ def prepared(kind, algorithm, rewards=(0.0, 0.0, 0.0)):
     group = Group(0, PROMPT, (trajectory(three_turns(kind, rewards), 2.0), *others))
     samples = [s for k, t in enumerate(group.trajectories) for s in samples_of(t, 0, algorithm, k)]
     more = {"ref_logprobs": 0.01, "train_logprobs": 0.03, "old_values": 0.1}
-    for sample in samples:
-        sample.fields.update({name: sample.tokens_T.double() * scale * sample.mask_T for name, scale in more.items()})
+    samples = [with_numbers(sample, more) for sample in samples]
     found = {}
     for sample in with_advantages(samples, [group], config):
         for t in sample.mask_T.nonzero().flatten().tolist():
@@ -179,8 +185,7 @@ def test_returns_follow_the_order_of_the_turns():
     group = Group(0, PROMPT, (trajectory(turns),))
     algorithm = AlgorithmConfig(advantage="gae", gamma=0.5, gae_lambda=1.0)
     samples = samples_of(group.trajectories[0], 0, algorithm, 0)
-    for sample in samples:
-        sample.fields["old_values"] = torch.zeros(len(sample)).double()
+    samples = [with_numbers(sample, {"old_values": 0.0}) for sample in samples]
     found = with_advantages(samples, [group], RLConfig(ModelConfig("x"), algorithm=algorithm))
     returns = {int(s.tokens_T[t]): float(s.fields["returns"][t]) for s in found for t in s.mask_T.nonzero().flatten()}
     assert returns == {3: 0.125, 5: 0.25, 6: 0.5, 4: 1.0}

@@ -194,7 +194,9 @@ def main() -> None:
     for line in connection:  # ends when the parent has gone
         message = json.loads(line)
         if "begin" in message:
-            session = sessions[message["begin"]] = Session(*(message[k] for k in ("begin", "seed", "url", "key")), send)
+            session = sessions[message["begin"]] = Session(
+                message["begin"], message["seed"], message["url"], message["key"], send
+            )
             threading.Thread(target=work, args=(session, message["row"]), daemon=True).start()
         elif "reply" in message and message["reply"] in sessions:
             sessions[message["reply"]].deliver(message["call"], message["answer"])
