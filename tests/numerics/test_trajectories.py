@@ -24,7 +24,7 @@ BY_SEQUENCE = "seq-mean-token-mean"
 ICEPOP = (("importance", "token"), ("importance_beyond", "mask"), ("importance_low", 0.5), ("importance_cap", 1.5))
 GEOMETRIC = (("rejection", "geometric"), ("rejection_low", 0.9), ("rejection_high", 1.1))
 SEQUENCE = (("importance", "token"), ("rejection", "sequence"), ("rejection_low", 0.02), ("importance_cap", 5.0))
-VETO = (("veto", 0.27), ("kl_coef", 0.3))
+VETO = (("veto", 0.3), ("kl_coef", 0.3))
 REMOVED = (("rejected", "removed"),)
 CASES = [
     *(Case(mode) for mode in MODES),

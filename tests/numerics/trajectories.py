@@ -161,7 +161,9 @@ def measure(
         metrics = engine.forward_backward(with_importance(samples_of(cut), case.keys), case.build(config))
         loads = torch.stack([router.load_E for router in routers(engine.chunks)]) if moe else torch.zeros(0)
         found.losses.append(metrics.loss)
-        found.gradients.append(gradients_by_hf_name(engine) if moe is None else dict(engine.gradients()))
+        found.gradients.append(
+            gradients_by_hf_name(engine) if moe is None else {n: g.clone() for n, g in engine.gradients()}
+        )
         found.micro_batches.append(metrics.micro_batches)
         found.rejected.append(metrics.observed.get("rejected_fraction"))
         found.loads.append(loads.clone())
