@@ -136,9 +136,10 @@ def test_only_the_policy_is_told_the_routes_of_the_rollout():
     """The reference says what it would do itself, and the critic has experts of its own."""
 
     def routed(trajectory: Trajectory) -> Trajectory:
-        length = len(trajectory.prompt.tokens) + len(trajectory.completion.tokens)
+        length = len(trajectory.prompt.tokens) + len(trajectory.turns[0].completion.tokens)
         routes = np.full((length, 2, 3), length, dtype=np.int16)
-        return replace(trajectory, completion=replace(trajectory.completion, routes=routes))
+        (turn,) = trajectory.turns
+        return replace(trajectory, turns=(replace(turn, completion=replace(turn.completion, routes=routes)),))
 
     groups = [replace(group, trajectories=tuple(map(routed, group.trajectories))) for group in make_groups()]
     asked = models()
