@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isoloss.engine.batching.balance import Plan
 from isoloss.engine.batching.plan import Planner
-from isoloss.engine.batching.sample import Sample, outline
+from isoloss.engine.batching.sample import Sample, known_routes, outline
 from isoloss.parallel import Mesh
 from isoloss.parallel.collectives import gather_objects
 from isoloss.parallel.rank0 import RankZero
@@ -52,7 +52,7 @@ class Scatter:
         """Return the plan of samples that `make` gave, and the samples: whole where this rank computes them.
 
         Collectives: a broadcast of the plan over the world; for each replica but rank 0's own a message for each
-        of tokens, masks, fields, own targets and owned tokens, and a broadcast of these in every replica.
+        of tokens, masks, fields, own targets, owned tokens and routes, and a broadcast of these in every replica.
         """
         step_plan, samples_here = self._rank0.compute(lambda: plan(samples)), list(samples)
         for dp_rank, first in enumerate(self._firsts):
@@ -74,12 +74,15 @@ class Scatter:
         fields = [dict(zip(names, of_one)) for of_one in zip(*(sent([s.fields[n] for s in samples]) for n in names))]
         targets = iter(sent(given) if (given := [s.targets_T for s in samples if s.targets_T is not None]) else [])
         owned = iter(sent(given) if (given := [s.owned_T for s in samples if s.owned_T is not None]) else [])
+        given = [known_routes(s.routes) for s in samples if s.routes is not None]
+        routes = iter(sent(given) if given else [])
         parts = zip(samples, tokens, masks, fields or [{} for _ in samples])
         whole = [
             replace(s, tokens_T=t, mask_T=m, fields=f, targets_T=None if s.targets_T is None else next(targets))
             for s, t, m, f in parts
         ]
-        return [s if s.owned_T is None else replace(s, owned_T=next(owned)) for s in whole]
+        whole = [s if s.owned_T is None else replace(s, owned_T=next(owned)) for s in whole]
+        return [s if s.routes is None else replace(s, routes=next(routes)) for s in whole]
 
     def _sent_together(self, values: Sequence[Tensor], dp_rank: int, first: int) -> list[Tensor]:
         """Send tensors of one type in one message."""

@@ -1,7 +1,8 @@
 """Pack the samples of a micro-batch into one (THD) row, and take this rank's slice of it.
 
 Shape suffixes: T tokens of one sample, R of this rank's slice, N labelled positions that it predicts at, L those of the
-whole row, S samples of the row, P its pieces, A aggregations of the loss. A labelled position has one target, or K.
+whole row, S samples of the row, P its pieces, A aggregations of the loss, Y layers with experts, X experts chosen for a
+token. A labelled position has one target, or K.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isoloss.engine.batching.sample import Sample
+from isoloss.engine.batching.sample import UNKNOWN, Sample, known_routes
 from isoloss.parallel import Mesh
 from isoloss.parallel.ops.prefix_tree import PrefixTree
 from isoloss.parallel.ops.varlen import VarlenCache
@@ -44,6 +45,7 @@ class PackedBatch:
         several micro-batches. num_sequences: number of sequences of the step.
     longest: tokens of the longest whole row that a data-parallel rank has of this micro-batch, with padding.
     uploads: tensors that describe the row to attention on the device, for all chunks of the model.
+    routes_RYX: int16, the experts given for each token, `UNKNOWN` where none are; None where no sample has any.
     """
 
     tokens_R: Tensor
@@ -67,6 +69,7 @@ class PackedBatch:
     num_sequences: int = 0
     longest: int = 0
     uploads: VarlenCache = field(default_factory=VarlenCache)
+    routes_RYX: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,9 @@ def pack(
     tensors = _upload([*host.values(), *fields.values()], device)
     on_device: dict[str, Any] = dict(zip(host, tensors))
     fields = dict(zip(fields, tensors[len(host) :]))
-    return PackedBatch(lengths=row.lengths, parents=row.parents, fields=fields, **on_device)
+    routes = _routes(samples, row)
+    routes = None if routes is None else upload(routes[own_R], device)
+    return PackedBatch(lengths=row.lengths, parents=row.parents, fields=fields, routes_RYX=routes, **on_device)
 
 
 @dataclass(frozen=True)
@@ -237,6 +242,19 @@ class _Labels:
                 for name in names
             },
         )
+
+
+def _routes(samples: Sequence[Sample], row: _Row) -> Tensor | None:
+    """Return the experts given for each token of the whole row, int16, at the tokens' own places."""
+    given = [
+        (known_routes(each.routes), place_T) for each, place_T in zip(samples, row.places) if each.routes is not None
+    ]
+    if not given:
+        return None
+    routes = torch.full((len(row.tokens), *given[0][0].shape[1:]), UNKNOWN, dtype=torch.int16)
+    for of_sample, place_T in given:
+        routes[place_T] = of_sample
+    return routes
 
 
 def _upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

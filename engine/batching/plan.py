@@ -8,6 +8,7 @@ from isoloss.engine.batching.balance import CostModel, Plan, make_plan
 from isoloss.engine.batching.prefixes import fold, shared_beginnings
 from isoloss.engine.batching.sample import Sample
 from isoloss.parallel import Layout
+from isoloss.parallel.ops.prefix_tree import PrefixTree
 
 Planner = Callable[[Sequence[Sample]], Plan]
 
@@ -31,14 +32,18 @@ def plan_step(
 ) -> Plan:
     """Return the plan of a step's samples. Reads lengths; with share_prefixes also tokens and groups.
 
-    share_prefixes: whether tokens with which samples of a micro-batch begin alike are computed once, where that pays.
+    share_prefixes: whether tokens with which samples of a micro-batch begin alike, and that go to the same experts
+        where these are given, are computed once, where that pays.
     """
-    tokens, shared = [sample.tokens_T for sample in samples], {}
+    tokens, routes, shared = [sample.tokens_T for sample in samples], [sample.routes for sample in samples], {}
     if share_prefixes:
-        shared = shared_beginnings(tokens, [sample.group for sample in samples])
+        shared = shared_beginnings(tokens, [sample.group for sample in samples], routes)
     lengths, multiple_of = [len(sample) for sample in samples], layout.pp if layout.vpp > 1 else 1
     plan = make_plan(lengths, layout.dp, max_tokens, cost_model, multiple_of, shared, layout.pp)
     if not share_prefixes:
         return plan
-    trees = [[fold([tokens[i] for i in m]) for m in rank_batches] for rank_batches in plan.micro_batches]
-    return replace(plan, trees=tuple(map(tuple, trees)))
+
+    def tree(micro_batch: Sequence[int]) -> PrefixTree:
+        return fold([tokens[i] for i in micro_batch], [routes[i] for i in micro_batch])
+
+    return replace(plan, trees=tuple(tuple(map(tree, rank_batches)) for rank_batches in plan.micro_batches))

@@ -1,6 +1,6 @@
 """The nouns of a training step.
 
-Shape suffixes: T tokens of one sample, K targets of a position.
+Shape suffixes: T tokens of one sample, K targets of a position, L layers with experts, X experts chosen for a token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from isoloss.parallel import UserError
+
+UNKNOWN = -1  # in Sample.routes
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Sample:
     owned_T: bool; tokens that this sample counts for, where it is one of several of a trajectory, which repeat tokens:
         each token of the trajectory's tree is owned by one of them (`prefixes.with_owned_tokens` finds that). Losses of
         routers, selection biases and loads of experts count owned tokens. None: all.
+    routes: uint8 or int16 of shape [T, L, X]: the experts that a sampler chose for token t as an input, which the
+        trainer's routers choose again. A row of -1 (in uint8: of 255) is not known, and chosen live. None: all are.
     """
 
     tokens_T: Tensor
@@ -43,6 +47,7 @@ class Sample:
     set: int | None = None
     targets_T: Tensor | None = None
     owned_T: Tensor | None = None
+    routes: Tensor | None = None
 
     def __post_init__(self):
         if not (isinstance(self.tokens_T, Tensor) and isinstance(self.mask_T, Tensor)):
@@ -79,6 +84,14 @@ class Sample:
                 found = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"
                 wanted = " or ".join(map(str, shapes))
                 raise ValueError(f"fields[{name!r}] must be a tensor of shape {wanted}, not {found}")
+        routes = self.routes
+        if routes is not None and (
+            routes.dtype not in (torch.uint8, torch.int16) or routes.ndim != 3 or len(routes) != len(self)
+        ):
+            raise ValueError(
+                f"routes must be uint8 or int16 of shape ({len(self)}, layers with experts, experts of a token), not "
+                f"{routes.dtype} {tuple(routes.shape)}"
+            )
 
     def __len__(self) -> int:
         return self.tokens_T.numel()
@@ -96,16 +109,17 @@ class Sample:
     def values(self) -> tuple:
         """Return plain containers and tensors from which `Sample(*values)` makes the sample again."""
         ids = self.id, self.sequence, self.set
-        return self.tokens_T, self.mask_T, self.group, dict(self.fields), *ids, self.targets_T, self.owned_T
+        own = self.targets_T, self.owned_T, self.routes
+        return self.tokens_T, self.mask_T, self.group, dict(self.fields), *ids, *own
 
 
 def outline(sample: Sample) -> Sample:
     """Return the sample with its tensors on torch's meta device, without contents; numbers and id are kept."""
     fields = {name: values_T.to("meta") for name, values_T in sample.fields.items()}
-    targets_T = None if sample.targets_T is None else sample.targets_T.to("meta")
-    owned_T = None if sample.owned_T is None else sample.owned_T.to("meta")
+    own = {name: getattr(sample, name) for name in ("targets_T", "owned_T", "routes")}
+    own = {name: None if tensor is None else tensor.to("meta") for name, tensor in own.items()}
     tokens_T, mask_T = sample.tokens_T.to("meta"), sample.mask_T.to("meta")
-    return replace(sample, tokens_T=tokens_T, mask_T=mask_T, fields=fields, targets_T=targets_T, owned_T=owned_T)
+    return replace(sample, tokens_T=tokens_T, mask_T=mask_T, fields=fields, **own)
 
 
 def target_shape(samples: Sequence[Sample]) -> tuple[int, ...]:
@@ -170,6 +184,38 @@ def check_tokens(samples: Sequence[Sample], vocab_size: int) -> None:
                     f"targets_T of sample {sample.id!r} has the target {int(wrong[0])}, and the model's tokens are "
                     f"0 to {vocab_size - 1}: correct it, or set mask_T to False there"
                 )
+
+
+def check_routes(samples: Sequence[Sample], layers: int, experts: int, chosen: int) -> None:
+    """Raise UserError, with the sample, if routes are not those of the model.
+
+    layers: number of its layers with experts, 0 for a dense model. experts: number of experts of such a layer.
+    chosen: number of experts that compute a token.
+    """
+    for sample in samples:
+        if sample.routes is None:
+            continue
+        if not layers:
+            raise UserError(f"sample {sample.id!r} has routes, and the model has no experts: leave Sample.routes out")
+        if sample.routes.shape[1:] != (layers, chosen):
+            raise UserError(
+                f"routes of sample {sample.id!r} are of {sample.routes.shape[1]} layers and {sample.routes.shape[2]} "
+                f"experts of a token, and the model has {layers} layers with experts that choose {chosen}: give rows "
+                "of the layers with experts alone"
+            )
+        lowest, highest = map(int, known_routes(sample.routes).aminmax())
+        if lowest < UNKNOWN or highest >= experts:
+            raise UserError(
+                f"routes of sample {sample.id!r} name expert {highest if highest >= experts else lowest}, and the "
+                f"model's are 0 to {experts - 1}: they are another model's; -1 marks a row that is not known"
+            )
+
+
+def known_routes(routes: Tensor) -> Tensor:
+    """Return routes as int16, `UNKNOWN` where no expert is known."""
+    if routes.dtype == torch.int16:
+        return routes
+    return torch.where(routes == 255, UNKNOWN, routes.to(torch.int16))
 
 
 def _are_below(vocab_size: int, tokens_O: Tensor) -> bool:

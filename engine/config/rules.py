@@ -102,6 +102,8 @@ def generation(setup: Setup) -> Refusals:
     if rollout.backend == "megatron" and setup.config.parallel.cp_kernel != "isoloss":
         why = f"is not known to parallel.cp_kernel={setup.config.parallel.cp_kernel}"
         yield "rollout.backend", why, "use rollout.backend=transformers or sglang"
+    if rollout.routing_replay and setup.arch.experts is None:
+        yield "rollout.routing_replay", "is for mixture-of-experts models and this one is dense", "set it to false"
     family, longest = setup.arch.family, min(setup.config.data.max_length, setup.arch.max_positions)
     window = min((kind.window for kind in setup.arch.attentions if kind.window), default=longest)
     if rollout.backend == "sglang" and family in SEEN_WHOLE_BY_SGLANG and window < longest:

@@ -70,6 +70,11 @@ class RolloutConfig(Keys, group="rollout"):
         "Completions in progress at a time: per model (transformers, megatron), or on all servers (sglang).",
         at_least=1,
     )
+    routing_replay: bool = key(
+        False,
+        "megatron, sglang: the trainer sends each token to the experts that the backend chose for it (R3), weighted by "
+        "its own scores.",
+    )
     bucket_mb: int = key(512, "Size of the buckets in which weights travel to the backend, in MiB.", at_least=1)
     servers: tuple[str, ...] = key((), "sglang: base URLs of the servers, such as http://node1:30000.")
     router: str | None = key(
@@ -119,6 +124,13 @@ class RolloutConfig(Keys, group="rollout"):
                 "needs servers with GPUs of their own, and those of rollout.colocated=true take turns with the "
                 f"trainer: set it to {off}, or rollout.colocated=false",
             )
+        require(
+            not self.routing_replay or self.backend != "transformers",
+            "rollout.routing_replay",
+            self.routing_replay,
+            "needs a backend that says which experts it chose, and rollout.backend=transformers does not: use "
+            "rollout.backend=megatron or sglang, or set it to false",
+        )
         require(
             self.over_sample == 1 or self.max_staleness > 0,
             "rollout.over_sample",
@@ -569,6 +581,7 @@ class RLConfig(Config):
             "agent.history": self.agent.history,
             "agent.max_turns": self.agent.max_turns,
             "agent.max_tokens": self.agent.max_tokens,
+            "rollout.routing_replay": rollout.routing_replay,
             "reward.function": list(reward.function),
             "reward.weights": list(reward.weights),
             "algorithm.advantage": algorithm.advantage,

@@ -96,6 +96,8 @@ def with_logprobs(groups: Sequence[Group], models: Models, config: RLConfig) -> 
     asked = learned
     if kl_in_reward:
         asked = scatter.make(lambda: to_samples(groups, replace(algorithm, mask_truncated=False)))
+    # Routes are the policy's: the reference says what it would do itself, and the critic has experts of its own.
+    of_others = scatter.hold(without_routes(asked))
     asked, answers = scatter.hold(asked), dict[str, list[Tensor]]()
 
     def keep(name: str, values: list[Tensor]) -> None:
@@ -106,10 +108,15 @@ def with_logprobs(groups: Sequence[Group], models: Models, config: RLConfig) -> 
     if kl_in_reward or (algorithm.old_logprobs == "train" and before_steps):
         keep("train_logprobs", models.policy.logprobs(asked, temperature))
     if models.reference is not None:
-        keep("ref_logprobs", models.reference.logprobs(asked, temperature))
+        keep("ref_logprobs", models.reference.logprobs(of_others, temperature))
     if models.critic is not None:
-        keep("old_values", models.critic.values(asked))
+        keep("old_values", models.critic.values(of_others))
     return scatter.make(lambda: with_fields(learned, answers))
+
+
+def without_routes(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples, or outlines, for a model that routes for itself."""
+    return [sample if sample.routes is None else replace(sample, routes=None) for sample in samples]
 
 
 def with_fields(samples: Sequence[Sample], fields: Mapping[str, Sequence[Tensor]]) -> list[Sample]:
@@ -216,7 +223,9 @@ def samples_of(trajectory: Trajectory, group: int, algorithm: AlgorithmConfig, s
         mask_T = torch.from_numpy(learned[path.turn_T])
         fields = {"rollout_logprobs": torch.from_numpy(path.logprobs_T)}
         whole = None if len(paths) == 1 else sequence
-        made.append(Sample(torch.from_numpy(path.tokens_T), mask_T, group, fields, trajectory.id, whole))
+        routes = None if path.routes is None else torch.from_numpy(path.routes)
+        tokens_T = torch.from_numpy(path.tokens_T)
+        made.append(Sample(tokens_T, mask_T, group, fields, trajectory.id, whole, routes=routes))
     return made
 
 

@@ -166,9 +166,11 @@ class InFlight:
 def to_state(completion: Completion) -> tuple:
     """Return the completion in plain containers and tensors."""
     numbers = torch.tensor(completion.tokens[:]), torch.tensor(completion.logprobs[:], dtype=torch.float64)
-    return completion.id, *numbers, torch.tensor(completion.versions[:]), completion.finish
+    routes = None if completion.routes is None else torch.from_numpy(completion.routes)
+    return completion.id, *numbers, torch.tensor(completion.versions[:]), completion.finish, routes
 
 
 def from_state(state: Sequence) -> Completion:
-    id, tokens, logprobs, versions, finish = state
-    return Completion(id, tokens.tolist(), logprobs.tolist(), versions.tolist(), finish)
+    id, tokens, logprobs, versions, finish, *rest = state  # older checkpoints end here
+    routes = rest[0].numpy() if rest and rest[0] is not None else None
+    return Completion(id, tokens.tolist(), logprobs.tolist(), versions.tolist(), finish, routes)

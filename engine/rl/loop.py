@@ -21,6 +21,7 @@ from isoloss.engine.rl.experience import (
     removed_fraction,
     with_advantages,
     with_logprobs,
+    without_routes,
 )
 from isoloss.engine.rl.group_sampling import SampledGroups, sample_groups
 from isoloss.engine.rl.health import watched
@@ -130,8 +131,8 @@ def _train(config: RLConfig, data: RLData, models: Models, rollout: Rollout, run
             log.batch(step + 1, groups, batch)
             del groups  # the steps need the samples alone
         samples, batch = batch.next()
+        values = critic.train_step(models.scatter.hold(without_routes(samples))) if critic else {}
         samples = models.scatter.hold(samples)
-        values = critic.train_step(samples) if critic else {}
         metrics, result = policy.train_step(samples, loss, run.lr(), run.limits())
         of_rollout = {**batch.stats, **rollout.take_seconds(), **rollout.take_counts()}
         run.log(samples, metrics, result, {**values, **of_rollout}, log.told)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from isoloss.engine.rl.routes import continued
 from isoloss.engine.rl.trajectory import Trajectory, Turn
 
 
@@ -22,11 +23,13 @@ class Path:
     tokens_T: token ids, int64.
     turn_T: number of the turn that made the token, where the token is a target here; -1 elsewhere.
     logprobs_T: log-probabilities of the backend; 0 where the token was not made by the model.
+    routes: see `Sample.routes`; of a token that several turns read, those of the first. None where no turn has any.
     """
 
     tokens_T: np.ndarray
     turn_T: np.ndarray
     logprobs_T: np.ndarray
+    routes: np.ndarray | None = None
 
 
 def paths_of(trajectory: Trajectory) -> list[Path]:
@@ -71,4 +74,8 @@ def _path(turns: Sequence[Turn], way: Sequence[int], targets: Sequence[int]) -> 
         logprobs_T[place] = np.asarray(turns[number].completion.logprobs, np.float64)
         if number in targets:
             turn_T[place] = number
-    return Path(tokens_T, turn_T, logprobs_T)
+    routes = None
+    for number in reversed(way):  # from the first turn on
+        turn = turns[number]
+        routes = continued(routes, turn.completion.routes, len(turn.prompt_tokens) + len(turn.completion.tokens))
+    return Path(tokens_T, turn_T, logprobs_T, routes)

@@ -22,6 +22,7 @@ from isoloss.engine.rl.prompt_ledger import Ledger
 from isoloss.engine.rl.prompts import PromptSet
 from isoloss.engine.rl.reward.rewarder import check_rewarded
 from isoloss.engine.rl.reward.scoring import GivesRewards, Scoring
+from isoloss.engine.rl.routes import RoutesForm
 from isoloss.engine.rl.trajectory import Group, Prompt, Sampling, Trajectory
 from isoloss.engine.step.engine import Engine
 from isoloss.parallel import UserError
@@ -86,9 +87,10 @@ class Rollout:
             config.rollout.temperature,
             stop_token_ids=stop_token_ids,
             seed=config.train.seed,
+            routes=RoutesForm.of(engine.arch) if config.rollout.routing_replay else None,
         )
         self._eval_sampling = replace(
-            self.sampling, temperature=config.eval_temperature, top_p=config.rollout.eval_top_p
+            self.sampling, temperature=config.eval_temperature, top_p=config.rollout.eval_top_p, routes=None
         )
         self._agents = agents
         self._scoring = None if rewarder is None else Scoring(rewarder)

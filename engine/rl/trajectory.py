@@ -14,6 +14,8 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
+from isoloss.engine.rl.routes import RoutesForm, continued
+
 Finish = Literal["stop", "length", "abort"]
 
 
@@ -48,6 +50,7 @@ class Sampling:
         its probabilities are those of the whole vocabulary, as SGLang counts them.
     seed: seed of the run; a request adds its own id.
     stop: texts; models in the training processes know them, servers refuse them.
+    routes: form of the routes that completions have; None: they have none.
     """
 
     max_new_tokens: int
@@ -57,6 +60,7 @@ class Sampling:
     seed: int = 0
     top_k: int = -1
     stop: tuple[str, ...] = ()
+    routes: RoutesForm | None = None
 
     def __post_init__(self):
         if self.top_k != -1 and self.top_k < 1:
@@ -138,6 +142,8 @@ class Completion:
     versions: the weight version that produced each token.
     finish: "stop" with a stop token or a stop string at the end, "length" at max_new_tokens, "abort" where the
         backend was stopped.
+    routes: for each token of prompt and completion the experts that the backend chose (`engine/rl/routes.py`); None
+        where it was not asked, or did not say, and in an outline.
     """
 
     id: str
@@ -145,6 +151,7 @@ class Completion:
     logprobs: Sequence[float]
     versions: Sequence[int]
     finish: Finish
+    routes: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
         for name, kind in (("tokens", "i"), ("logprobs", "d"), ("versions", "i")):
@@ -164,7 +171,9 @@ class Completion:
     def followed_by(self, more: "Completion") -> "Completion":
         """Return this completion with the tokens of `more`, which continue it, and the finish of `more`."""
         tokens, logprobs = [*self.tokens, *more.tokens], [*self.logprobs, *more.logprobs]
-        return Completion(self.id, tokens, logprobs, [*self.versions, *more.versions], more.finish)
+        total = len(more.tokens) + (0 if self.routes is None else len(self.routes))
+        routes = continued(self.routes, more.routes, total)
+        return Completion(self.id, tokens, logprobs, [*self.versions, *more.versions], more.finish, routes)
 
 
 @dataclass(frozen=True)

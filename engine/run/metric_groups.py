@@ -29,7 +29,7 @@ GROUPS = {
         turns_mean sessions_faulted sessions_lost tool_calls turns_with_tools
         turns_appended turns_spliced turns_branched
     """,
-    "moe": "moe_aux_loss moe_z_loss dispatch_reruns",
+    "moe": "moe_aux_loss moe_z_loss dispatch_reruns routes_replayed",
     "servers": "servers_lost servers_returned requests_retried completions_lost syncs_retried",
 }
 GROUP_OF = {key: group for group, keys in GROUPS.items() for key in keys.split()}

@@ -178,6 +178,7 @@ def metrics_row(metrics: StepMetrics, result: OptimResult, seconds: float, utili
         **metrics.terms,
         **metrics.observed,
         **({} if metrics.reruns is None else {"dispatch_reruns": metrics.reruns}),
+        **({} if metrics.replayed is None else {"routes_replayed": metrics.replayed}),
         "loss": metrics.loss,  # the sum of all terms replaces the term of that name
         "grad_norm": result.grad_norm,
         "lr": result.lr,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from isoloss.engine.batching.balance import CostModel, Plan
 from isoloss.engine.batching.packing import PackedBatch
 from isoloss.engine.batching.plan import plan_step, planned
-from isoloss.engine.batching.sample import Sample, check_tokens
+from isoloss.engine.batching.sample import Sample, check_routes, check_tokens
 from isoloss.engine.checkpoint import checkpoint
 from isoloss.engine.checkpoint.adapter_folder import export_adapter
 from isoloss.engine.checkpoint.writer import HostCopies
@@ -486,8 +486,10 @@ class Engine:
 
     def plan(self, samples: Sequence[Sample]) -> Plan:
         """Return the plan of whole samples; the same on every rank. Raises UserError where a token or a target of one
-        is no token of the model."""
+        is no token of the model, or its routes name no experts of it."""
         check_tokens(samples, self.arch.vocab_size)
+        experts = self.arch.experts
+        check_routes(samples, *((sum(self.arch.sparse), experts.count, experts.top_k) if experts else (0, 0, 0)))
         limits = self.mesh.layout, self.config.batch.max_tokens, self.cost_model
         return plan_step(samples, *limits, share_prefixes=self.shares_prefixes)
 

@@ -5,7 +5,7 @@ A aggregations of the loss, O outputs of the loss, K targets of a position.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -18,7 +18,7 @@ from isoloss.engine.batching.packing import PackedBatch
 from isoloss.engine.instruments import watchdog
 from isoloss.engine.instruments.profiling import Stopwatch, phase
 from isoloss.engine.step.losses import Fields, Loss, TokenInputs, one_per_target
-from isoloss.engine.step.moe_balancing import reduce_losses, routed_tokens
+from isoloss.engine.step.moe_balancing import reduce_losses, replayed_fraction, routed_tokens
 from isoloss.engine.step.sequence_sums import KnownSums, Part, refuse_sums
 from isoloss.engine.step.step_batch import MicroBatches, StepBatch
 from isoloss.models.mcore.gpt import forward_row
@@ -64,6 +64,8 @@ class StepMetrics:
     reruns: number of times `Engine.train_step` ran the step again for that; None without a bound.
     busy_seconds: time in which this rank's device computed its micro-batches, before it waits for other ranks' sums.
     cost, total_cost: forward FLOPs of this rank, and of all.
+    replayed: part of the choices of experts that `Sample.routes` gave, by computed token and layer; None in a step
+        without routes.
     """
 
     loss: float
@@ -83,6 +85,7 @@ class StepMetrics:
     busy_seconds: float = 0.0
     cost: float = 0.0
     total_cost: float = 0.0
+    replayed: float | None = None
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,8 @@ def run_steps(
     dispatch_bound: bound of messages between experts; the caller looks at `lost`.
     Raises CanaryError if the weights consumed by the loss head, or by the routers, are not those of the counts.
     Collectives: the model's and the losses'; for each pass one all-gather over dp x context and one over pp of a few
-    numbers, and a pair of all-reduces with router losses or with outputs of the loss; with a bound, an all-reduce of
-    one number over tp; with outputs of K targets a pair more.
+    numbers, and a pair of all-reduces with router losses, with outputs of the loss or with routes; with a bound, an
+    all-reduce of one number over tp; with outputs of K targets a pair more.
     """
     lost = None if dispatch_bound is None else torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     bound, busy = partial(_bound, model.mesh, dispatch_bound, lost), Stopwatch()
@@ -122,13 +125,16 @@ def run_steps(
         number, index = turns[turn]
         return number, passes[number].batch.micro_batches[index]
 
+    choices: list[list[dict[int, Tensor]]] = [[] for _ in passes]
+
     def forward(chunk: nn.Module, turn: tuple[int, PackedBatch]) -> Tensor:
         number, row = turn
         each = passes[number]
+        of_routers = _OfRouters(each.router_losses, choices[number] if each.batch.has_routes else None)
         if each.activate is None:
-            return _forward(model, each.router_losses, bound, chunk, row)
+            return _forward(model, of_routers, bound, chunk, row)
         each.activate()
-        output = _forward(model, each.router_losses, bound, chunk, row)
+        output = _forward(model, of_routers, bound, chunk, row)
         if output.requires_grad:  # the backward may compute the layers again
             output.register_hook(lambda _, activate=each.activate: activate())
         return output
@@ -148,7 +154,12 @@ def run_steps(
         dist.all_reduce(lost, dist.ReduceOp.MAX, group=model.mesh.tp)
     # By the pass that a micro-batch names, not by its turn: the canary sees one that was computed twice, or not at all.
     parts = [[numbers for of, numbers in returned if of == number] for number in range(len(passes))]
-    return [step_metrics(model, each, part, lost, busy) for each, part in zip(passes, parts)]
+    metrics = [step_metrics(model, each, part, lost, busy) for each, part in zip(passes, parts)]
+    for number, each in enumerate(passes):
+        if each.batch.has_routes:
+            replayed = replayed_fraction(choices[number], model.mesh, model.device)
+            metrics[number] = replace(metrics[number], replayed=replayed)
+    return metrics
 
 
 def step_metrics(
@@ -239,7 +250,7 @@ def run_targets(model: Model, batch: StepBatch, head: Head, shape: tuple[int, ..
     def collect(micro_batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         return hidden.new_zeros(()), (micro_batch.origin_N, head(micro_batch, hidden))
 
-    forward = partial(_forward, model, None, lambda micro_batch: None)
+    forward = partial(_forward, model, _OfRouters(), lambda micro_batch: None)
     parts = run_schedule(model.mesh, model.chunks, batch.micro_batches, batch.rows, forward, collect, forward_only=True)
     return at_targets(parts, shape, batch.total_tokens, model.mesh)
 
@@ -254,7 +265,7 @@ def run_inputs(model: Model, batch: StepBatch, loss: Loss, choices: ChoiceCounts
     def collect(micro_batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Part]:
         return hidden.new_zeros(()), (micro_batch, _token_inputs(model, micro_batch, hidden, loss))
 
-    forward = partial(_forward, model, choices, lambda micro_batch: None)
+    forward = partial(_forward, model, _OfRouters(choices), lambda micro_batch: None)
     with torch.no_grad():
         return run_schedule(
             model.mesh, model.chunks, batch.micro_batches, batch.rows, forward, collect, forward_only=True
@@ -277,16 +288,33 @@ def at_targets(parts: Sequence[tuple[Tensor, Tensor]], shape: tuple[int, ...], t
     return flat
 
 
+@dataclass(frozen=True)
+class _OfRouters:
+    """The losses that the routers of a pass add to, and for each forward the counts of `RoutedTokens`."""
+
+    watched: RouterLosses | ChoiceCounts | None = None
+    choices: list[dict[int, Tensor]] | None = None
+
+    def counts(self) -> dict[int, Tensor] | None:
+        """Return counts of one more forward."""
+        if self.choices is None:
+            return None
+        self.choices.append({})
+        return self.choices[-1]
+
+
 @phase("forward")
 def _forward(
     model: Model,
-    router_losses: RouterLosses | ChoiceCounts | None,
+    of_routers: _OfRouters,
     bound: Callable[[PackedBatch], Bound | None],
     chunk: nn.Module,
     micro_batch: PackedBatch,
 ) -> Tensor:
     watchdog.beat()
-    routed = routed_tokens(micro_batch, model.mesh, router_losses) if model.arch.experts else None
+    routed = None
+    if model.arch.experts:
+        routed = routed_tokens(micro_batch, model.arch, model.mesh, of_routers.watched, of_routers.counts())
     row = RoutedRow(
         lengths=micro_batch.lengths,
         parents=micro_batch.parents,

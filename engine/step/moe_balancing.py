@@ -6,7 +6,7 @@ S documents of the row, L layers with experts on this rank, E experts.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 import torch.distributed as dist
@@ -93,15 +93,28 @@ def start_step(balancing: LoadBalancing, batch: StepBatch, loss: Loss, device: t
     return RouterLosses(balancing.losses, of_trajectories.weights_AO[:, first_O.to(device)], of_trajectories.counts)
 
 
-def routed_tokens(micro_batch: PackedBatch, mesh: Mesh, watched: RouterLosses | ChoiceCounts | None) -> RoutedTokens:
-    """Return the tokens of this rank's slice that its routers see, with losses that they add, or counts."""
+def routed_tokens(
+    micro_batch: PackedBatch,
+    arch: Architecture,
+    mesh: Mesh,
+    watched: RouterLosses | ChoiceCounts | None,
+    counts: dict[int, Tensor] | None = None,
+) -> RoutedTokens:
+    """Return the tokens of this rank's slice that its routers see, with losses that they add, or counts.
+
+    counts: see `RoutedTokens`.
+    """
 
     def own(row_R: Tensor) -> Tensor:
         return row_R.chunk(mesh.tp.size())[mesh.tp.rank()] if mesh.layout.sequence_parallel else row_R
 
     tokens = own(micro_batch.piece_R), own(micro_batch.positions_R)
     of_row = micro_batch.members_SP, micro_batch.length_S, micro_batch.start_S
-    routed = RoutedTokens(*tokens, *of_row, mesh.megatron.tp_cp)
+    routed = RoutedTokens(*tokens, *of_row, mesh.megatron.tp_cp, counts=counts)
+    if micro_batch.routes_RYX is not None:
+        layers = [number for number, sparse in enumerate(arch.sparse, start=1) if sparse]
+        routes = dict(zip(layers, own(micro_batch.routes_RYX).unbind(1), strict=True))
+        routed = replace(routed, routes=routes)
     if micro_batch.cut_sequences:
         routed = replace(routed, sequence_S=micro_batch.sequence_S)
     if isinstance(watched, ChoiceCounts):
@@ -118,6 +131,21 @@ def reduce_choices(counts: ChoiceCounts, mesh: Mesh) -> Mapping[int, Tensor]:
     total_LUE = torch.stack([counts.of_layer[layer] for layer in layers])
     dist.all_reduce(total_LUE, group=reuse_world_group(mesh.megatron.tp_dp_cp))
     return dict(zip(layers, total_LUE))
+
+
+def replayed_fraction(counts: Sequence[Mapping[int, Tensor]], mesh: Mesh, device: torch.device) -> float:
+    """Return the part of the choices of a step's tokens, by all layers with experts, that were given.
+
+    counts: for each forward of this rank, those of `RoutedTokens`. Collectives: one all-reduce of 2 numbers over
+    dp x context and one over tp x pp.
+    """
+    totals = torch.zeros(2, dtype=torch.int64, device=device)
+    for of_layer in chain.from_iterable(each.values() for each in counts):
+        totals += of_layer
+    dist.all_reduce(totals, group=mesh.dp_context)
+    dist.all_reduce(totals, group=mesh.stage)
+    given, all_choices = totals.tolist()
+    return given / max(all_choices, 1)
 
 
 def reduce_losses(router_losses: RouterLosses, mesh: Mesh) -> tuple[list[float], list[float]]:

@@ -48,6 +48,7 @@ class StepBatch:
     owned: tokens of each trajectory, each once; () where none is cut, or samples do not say which they own.
     spans: start and end position of each piece that a dp rank computes, by dp rank.
     cost, total_cost: forward FLOPs of this rank, and of all.
+    has_routes: whether a sample of the step, on whatever rank, has routes.
     """
 
     micro_batches: Sequence[PackedBatch]
@@ -62,6 +63,7 @@ class StepBatch:
     owned: Sequence[int] = ()
     cost: float = 0.0
     total_cost: float = 0.0
+    has_routes: bool = False
 
     @property
     def total_tokens(self) -> int:
@@ -112,7 +114,8 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
     packed = MicroBatches(len(micro_batches), pack_one)
     spans = [[*chain.from_iterable(tree.spans for tree in rank_trees)] for rank_trees in plan.trees]
     sizes = tuple(rows), step_counts, tuple(map(len, samples)), num_sequences
-    return StepBatch(packed, *sizes, spans, shape, spread, sequence_of, step.owned)
+    has_routes = any(sample.routes is not None for sample in samples)
+    return StepBatch(packed, *sizes, spans, shape, spread, sequence_of, step.owned, has_routes=has_routes)
 
 
 def is_spread(plan: Plan, sequence_of: Sequence[int]) -> bool:

@@ -305,7 +305,28 @@ class Engine:
         for job in jobs:
             job.done.wait()
         replies = [self.reply(job, body.get("return_logprob", False)) for job in jobs]
+        if body.get("return_routed_experts") and self.options.enable_return_routed_experts:
+            for job, reply in zip(jobs, replies):
+                routed = self.routed_experts(job, body.get("routed_experts_start_len", 0))
+                reply["meta_info"]["routed_experts"] = routed
         return replies if isinstance(body["input_ids"][0], list) else replies[0]
+
+    @torch.no_grad()
+    def routed_experts(self, job: Job, start: int) -> str:
+        """As SGLang's: of all tokens but the last, of dense layers too, from the last pass."""
+        layers, found = self.model.model.layers, {}
+        gates = {layer: module.mlp.gate for layer, module in enumerate(layers) if hasattr(module.mlp, "gate")}
+        with self.changed:
+            hooks = [
+                gate.register_forward_hook(lambda _, inputs, outputs, layer=layer: found.update({layer: outputs[2]}))
+                for layer, gate in gates.items()
+            ]
+            self.model(torch.tensor([(job.prompt + job.output)[:-1]]))
+            for hook in hooks:
+                hook.remove()
+        nowhere = torch.zeros_like(next(iter(found.values())))
+        rows = torch.stack([found.get(layer, nowhere) for layer in range(len(layers))], 1)[start:]
+        return base64.b64encode(rows.to(torch.int32).numpy().tobytes()).decode()
 
     def check(self, job: Job) -> None:
         limit, prompt, new = self.model.config.max_position_embeddings, len(job.prompt), job.params["max_new_tokens"]
@@ -710,6 +731,7 @@ def main() -> None:
     parser.add_argument("--loses", default="", help="a weight that updates do not reach")
     parser.add_argument("--keeps-own", action="store_true", help="updates, of another model, are only told of")
     parser.add_argument("--without-sessions", action="store_true", help="as older servers, without begin and end")
+    parser.add_argument("--enable-return-routed-experts", action="store_true")
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--max-lora-rank", type=int)
     parser.add_argument("--max-loras-per-batch", type=int, default=8)

@@ -3,7 +3,8 @@ sample whole, in one micro-batch, with plain settings.
 
 The rows (tests/support/covering/rows.txt) hold every two values of kind of model, parallel axes, loss, aggregation,
 token budget, recomputation, shared prefixes, optimizer, overlapped reduction and bound of messages between experts;
-those of `make prove-all` also every three of kind and two axes. Every gradient is compared in fp64; and where the
+those of `make prove-all` also every three of kind and two axes. With two of the losses the samples of models with
+experts say which of them their tokens go to. Every gradient is compared in fp64; and where the
 optimizer is not the plain one, the weights after two steps in fp32.
 """
 

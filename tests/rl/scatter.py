@@ -69,7 +69,7 @@ def tells(sample: Sample) -> tuple:
 
 
 def tensors_of(sample: Sample) -> list[torch.Tensor]:
-    own = [] if sample.targets_T is None else [sample.targets_T]
+    own = [each for each in (sample.targets_T, sample.routes) if each is not None]
     return [sample.tokens_T, sample.mask_T, *sample.fields.values(), *own]
 
 

@@ -65,6 +65,18 @@ def test_a_rank_has_what_it_computes(pool, config, layout, shared):
         assert all(len(rank.placed) < len(samples) for rank in others)
 
 
+def test_routes_travel(pool, config, tmp_path):
+    """Of samples that have any."""
+    folder = write_config(tmp_path / "moe", published("qwen3-moe", **FOUR_LAYERS))
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(folder)))
+    samples, rng = made(), np.random.default_rng(4)
+    for index, sample in enumerate(samples[:-2]):
+        rows = torch.from_numpy(rng.random((len(sample), 4, 6)).argsort(2)[..., :3])
+        samples[index] = dataclasses.replace(sample, routes=rows.to(torch.int16))
+    for layout in ("dp2", "pp2+dp2"):
+        assert not any(rank.differences for rank in run(pool, config, layout, samples))
+
+
 def test_several_targets_of_a_position_travel(pool, config):
     samples = [
         Sample(

@@ -57,10 +57,11 @@ class Model:
     """A number for every target: `of_token(its id)`; counts how often it was asked."""
 
     def __init__(self, of_token):
-        self.of_token, self.asked = of_token, 0
+        self.of_token, self.asked, self.routed = of_token, 0, []
 
     def values(self, samples):
         self.asked += 1
+        self.routed = [sample.routes is not None for sample in samples]
         return [self.of_token(sample.tokens_T.double()) * sample.mask_T for sample in samples]
 
     def logprobs(self, samples, temperature):
@@ -129,6 +130,24 @@ def trajectories_of(groups):
 
 
 # -------------------------------------------------------------------------------------------------------------- tokens
+
+
+def test_only_the_policy_is_told_the_routes_of_the_rollout():
+    """The reference says what it would do itself, and the critic has experts of its own."""
+
+    def routed(trajectory: Trajectory) -> Trajectory:
+        length = len(trajectory.prompt.tokens) + len(trajectory.turns[0].completion.tokens)
+        routes = np.full((length, 2, 3), length, dtype=np.int16)
+        (turn,) = trajectory.turns
+        return replace(trajectory, turns=(replace(turn, completion=replace(turn.completion, routes=routes)),))
+
+    groups = [replace(group, trajectories=tuple(map(routed, group.trajectories))) for group in make_groups()]
+    asked = models()
+    samples = with_logprobs(groups, asked, config_of(kl_coef=0.1, kl_in="reward", advantage="gae"))
+    assert asked.policy.routed == [True] * len(samples)
+    assert asked.reference.routed == asked.critic.routed == [False] * len(samples)
+    for sample in samples:
+        assert sample.routes is not None and (sample.routes == len(sample)).all()
 
 
 def test_a_batch_in_waves_is_the_batch():

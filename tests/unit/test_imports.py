@@ -29,7 +29,8 @@ ROOT = Path(__file__).parents[2]
 ORDER = {
     "engine": ("config batching", "instruments memory", "data checkpoint", "step", "run", "sft rl"),
     "engine/rl": (
-        "advantages.py agent_config.py prompt_ledger.py reference.py trajectory.py user_functions.py",
+        "advantages.py agent_config.py prompt_ledger.py reference.py routes.py user_functions.py",
+        "trajectory.py",
         "algorithms.py paths.py prompts.py",
         "config.py",
         "backends losses.py reward",

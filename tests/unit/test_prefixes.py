@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isoloss.engine.batching.packing import StepSamples, pack
-from isoloss.engine.batching.prefixes import fold
+from isoloss.engine.batching.prefixes import fold, shared_beginnings
 from isoloss.engine.batching.sample import Sample
 from isoloss.parallel.ops.prefix_tree import PrefixTree
 from isoloss.parallel.ops.row_order import tokens_of
@@ -121,3 +121,16 @@ def test_every_target_is_there_once_behind_its_own_beginning(tokens, grid):
     members = [[float(piece in path) for piece in range(len(tree.lengths))] for path in tree.paths]
     assert packed[0].members_SP.tolist() == members
     assert sum(tree.lengths) <= sum(map(len, tokens))
+
+
+def test_what_goes_to_other_experts_is_not_alike():
+    """Two servers routed the fourth token of a prompt in two ways; a third said nothing."""
+    tokens = tensors("promptA", "promptB", "promptC", "promptD")
+    here = torch.zeros((7, 2, 2), dtype=torch.int16)
+    there = here.clone()
+    there[3, 1, 0] = 5
+    tree = fold(tokens, [here, there, here, None])
+    spans = list(zip(tree.spans, tree.parents))
+    assert spans == [((0, 3), -1), ((3, 6), 0), ((6, 7), 1), ((6, 7), 1), ((3, 7), 0), ((0, 7), -1)]
+    assert shared_beginnings(tokens, [0] * 4, [here, there, here, here]) == {(0, 1, 2, 3): 3}
+    assert shared_beginnings(tokens, [0] * 4) == {(0, 1, 2, 3): 6}

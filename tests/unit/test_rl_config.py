@@ -39,7 +39,7 @@ def test_everything_can_be_set():
             "bucket_mb": 1, "servers": ["http://a:1", "https://b:2"],
             "router": "http://c:3", "weight_sync": "disk", "sync_dir": "shared", "timeout": 5,
             "api_key_env": "SERVERS_KEY",
-            "server_command": "serve {model}",
+            "server_command": "serve {model}", "routing_replay": True,
         },
         "algorithm": {
             "advantage": "gae", "loss": "cispo", "clip_low": 1, "clip_high": 0.28, "kl_coef": "1e-3",
@@ -203,6 +203,11 @@ ON_SERVERS = (SERVERS, ("rollout.backend", "sglang"))
         (
             [("algorithm.dual_clip", 4), ("algorithm.loss", "reinforce")],
             "algorithm.dual_clip=4.0 goes with algorithm.loss=clip (it is reinforce); set it to null",
+        ),
+        (
+            [("rollout.routing_replay", True)],
+            "rollout.routing_replay=True needs a backend that says which experts it chose, and rollout.backend="
+            "transformers does not: use rollout.backend=megatron or sglang, or set it to false",
         ),
     ],
 )

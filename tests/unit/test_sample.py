@@ -7,8 +7,10 @@ import torch
 
 from isoloss.engine.batching.sample import (
     Sample,
+    check_routes,
     check_tokens,
     grouped_by_prompt,
+    known_routes,
     outline,
     sequence_numbers,
     target_shape,
@@ -17,7 +19,8 @@ from isoloss.parallel import UserError
 
 TOKENS = torch.tensor([5, 6, 7, 8])
 MASK = torch.tensor([False, False, True, True])
-CUT = Sample(TOKENS, MASK, 3, {"advantages": TOKENS / 2}, "row:1", sequence=12, set=4, targets_T=TOKENS + 1)
+CUT = Sample(TOKENS, MASK, 3, {"advantages": TOKENS / 2}, "row:1", sequence=12, set=4, targets_T=TOKENS + 1,
+             routes=torch.tensor([[[0, 1]], [[2, 1]], [[-1, -1]], [[0, 3]]], dtype=torch.int16))  # fmt: skip
 
 
 @pytest.mark.parametrize("targets_T", [TOKENS[:3], TOKENS.float(), TOKENS[None], TOKENS[:, None][:, :0]])
@@ -98,7 +101,9 @@ def test_everything_travels():
     assert (again.group, again.id, again.sequence, again.set) == (3, "row:1", 12, 4)
     assert again.tokens_T is CUT.tokens_T and again.mask_T is CUT.mask_T and again.targets_T is CUT.targets_T
     assert again.fields.keys() == {"advantages"} and again.fields["advantages"] is CUT.fields["advantages"]
+    assert again.routes is CUT.routes
     shape = outline(CUT)
+    assert shape.routes is not None and shape.routes.is_meta and shape.routes.shape == (4, 1, 2)
     assert (shape.group, shape.id, shape.sequence, shape.set) == (3, "row:1", 12, 4)
     assert shape.targets_T is not None and shape.targets_T.is_meta and shape.targets_T.dtype == torch.int64
     (grouped,) = grouped_by_prompt([CUT])
@@ -134,3 +139,32 @@ def test_a_trajectory_in_two_prompts_or_sets_is_refused_by_name(other, message):
     with pytest.raises(ValueError) as refused:
         sequence_numbers([*samples((None, 9, None)), CUT, replace(CUT, id="row:2", **other)])
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("routes", [torch.zeros(4, 1, 2), torch.zeros(3, 1, 2).short(), torch.zeros(4, 2).short()])
+def test_routes_of_another_shape_or_type_are_refused(routes):
+    with pytest.raises(
+        ValueError, match=r"routes must be uint8 or int16 of shape \(4, layers with experts, experts of"
+    ):
+        Sample(TOKENS, MASK, routes=routes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 0, 0), "sample 'row:1' has routes, and the model has no experts"),
+        ((2, 4, 2), "routes of sample 'row:1' are of 1 layers and 2 experts of a token, and the model has 2 layers"),
+        ((1, 4, 3), "routes of sample 'row:1' are of 1 layers and 2 experts of a token, .* that choose 3"),
+        ((1, 3, 2), "routes of sample 'row:1' name expert 3, and the model's are 0 to 2"),
+    ],
+)
+def test_routes_of_another_model_are_refused(sizes, message):
+    check_routes([Sample(TOKENS, MASK), CUT], 1, 4, 2)
+    with pytest.raises(UserError, match=message):
+        check_routes([Sample(TOKENS, MASK), CUT], *sizes)
+
+
+def test_a_byte_marks_what_is_not_known_too():
+    routes = torch.tensor([0, 254, 255], dtype=torch.uint8)
+    assert known_routes(routes).tolist() == [0, 254, -1] and known_routes(routes).dtype == torch.int16
+    assert known_routes(CUT.routes) is CUT.routes

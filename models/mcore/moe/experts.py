@@ -46,11 +46,14 @@ class RoutedRow(PackedRow):
     tokens: routing data of the tokens; None where only experts are chosen.
     bound: limit of the messages between experts; None: messages of exact size.
     sizes: sizes of these messages by layer; a repeated forward reuses the first one's.
+    chosen: where each layer, counted from 1 over the whole model, notes the experts chosen for each token, [Z, X];
+        None: nowhere.
     """
 
     tokens: RoutedTokens | None = None
     bound: Bound | None = None
     sizes: dict[int, Sizes | Slots] = field(default_factory=dict)
+    chosen: dict[int, Tensor] | None = None
 
 
 def _gate_on_the_device(shared: Any) -> None:
@@ -113,6 +116,8 @@ class ExpertLayer(MoELayer):
     def _routed(self, hidden_states: Tensor, routed: tuple[Tensor, Tensor, Tensor], row: RoutedRow) -> Tensor:
         """For each token the weighted sum over its experts. routed: what the router returns."""
         weights_ZE, chosen_ZE, chosen_ZX = routed
+        if row.chosen is not None:
+            row.chosen[self.layer_number] = chosen_ZX
         if self._dispatches and getattr(self.experts, "grouped", False) and grouped_experts.on_gpu(hidden_states):
             return self._by_rows(hidden_states, weights_ZE.gather(1, chosen_ZX), chosen_ZX, row)
         dispatcher = self.token_dispatcher

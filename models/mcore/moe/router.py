@@ -64,7 +64,10 @@ class Router(MegatronModule):
 
         tokens: whose hidden states these are, in Megatron's slot for a padding mask.
         """
-        routing = route(self.logits(hidden), self.experts, self.expert_bias)
+        routes_ZX = None if tokens is None else tokens.routes.get(self.layer)
+        routing = route(self.logits(hidden), self.experts, self.expert_bias, routes_ZX)
+        if tokens is not None:
+            tokens.count(self.layer, routing)
         weights_ZE = torch.zeros_like(routing.logits_ZE).scatter(1, routing.chosen_ZX, routing.weights_ZX)
         chosen_ZE = routing.chosen_ZE
         # Where activations are computed again, the first pass is without gradients: only the second one counts.
@@ -82,16 +85,26 @@ def routers(chunks: Sequence[nn.Module]) -> Iterator[Router]:
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router))
 
 
-def route(logits_ZE: Tensor, experts: Experts, selection_bias_E: Tensor | None) -> Routing:
+def route(
+    logits_ZE: Tensor, experts: Experts, selection_bias_E: Tensor | None, routes_ZX: Tensor | None = None
+) -> Routing:
     """Scores, then the best groups by the sum of their two highest, then the best experts in them (DeepSeek-V3,
-    arXiv:2412.19437, section 2.1.2); with one group and no bias simply the top k."""
+    arXiv:2412.19437, section 2.1.2); with one group and no bias simply the top k.
+
+    routes_ZX: choices that a sampler made, which replace these (rollout routing replay, arXiv:2510.11370). The weights
+        are of the scores of these logits all the same, and so are their gradients. A row with an unknown expert, or
+        with one expert twice, such as the zeros of padding, is not one: its token is routed as without.
+    """
     scores_ZE = _scores(logits_ZE, experts)
     ranking_ZE = scores_ZE.detach() if selection_bias_E is None else scores_ZE.detach() + selection_bias_E
-    chosen_ZX = _in_best_groups(ranking_ZE, experts).topk(experts.top_k, dim=1).indices
+    chosen_ZX, given_Z = _in_best_groups(ranking_ZE, experts).topk(experts.top_k, dim=1).indices, None
+    if routes_ZX is not None:
+        given_Z = _are_choices(routes_ZX)
+        chosen_ZX = torch.where(given_Z[:, None], routes_ZX.to(torch.int64), chosen_ZX)
     weights_ZX = scores_ZE.gather(1, chosen_ZX)
     if experts.normalize:
         weights_ZX = weights_ZX / (weights_ZX.sum(-1, keepdim=True) + TINY)
-    return Routing(logits_ZE, scores_ZE, chosen_ZX, weights_ZX * experts.scaling)
+    return Routing(logits_ZE, scores_ZE, chosen_ZX, weights_ZX * experts.scaling, given_Z)
 
 
 def selection_margin(logits_ZE: Tensor, experts: Experts, selection_bias_E: Tensor | None) -> Tensor:
@@ -101,6 +114,12 @@ def selection_margin(logits_ZE: Tensor, experts: Experts, selection_bias_E: Tens
     ranking_ZE = scores_ZE if selection_bias_E is None else scores_ZE + selection_bias_E
     margin_Z = _gap(_in_best_groups(ranking_ZE, experts), experts.top_k)
     return torch.minimum(margin_Z, _gap(_group_scores(ranking_ZE, experts), experts.groups_kept))
+
+
+def _are_choices(routes_ZX: Tensor) -> Tensor:
+    """[Z]: whether each row names different experts."""
+    sorted_ZX = routes_ZX.sort(1).values
+    return (sorted_ZX[:, 0] >= 0) & (sorted_ZX[:, 1:] != sorted_ZX[:, :-1]).all(1)
 
 
 def _scores(logits_ZE: Tensor, experts: Experts) -> Tensor:

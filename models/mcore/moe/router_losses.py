@@ -9,7 +9,7 @@ O tokens of the step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,14 @@ class Routing:
     scores_ZE: softmax or sigmoid of the logits.
     chosen_ZX: the chosen experts.
     weights_ZX: weights of the chosen experts' outputs.
+    given_Z: True where the choice was given; None where none was.
     """
 
     logits_ZE: Tensor
     scores_ZE: Tensor
     chosen_ZX: Tensor
     weights_ZX: Tensor
+    given_Z: Tensor | None = None
 
     @property
     def chosen_ZE(self) -> Tensor:
@@ -54,6 +56,8 @@ class RoutedTokens:
     sequence_S: the sequence in the step of each document, where sequences are cut into documents; members_SP is then 1
         where a document counts for a piece. None: a document is a sequence.
     choice_counts: counts of a first pass, or None.
+    routes: the experts given for each token, [Z, X] int16, by layer from 1 over the whole model; -1 where none are.
+    counts: where a router of a step with routes notes its choices; None in other steps.
     """
 
     piece_Z: Tensor
@@ -65,6 +69,15 @@ class RoutedTokens:
     router_losses: "RouterLosses | None" = None
     sequence_S: Tensor | None = None
     choice_counts: "ChoiceCounts | None" = None
+    routes: Mapping[int, Tensor] = field(default_factory=dict)
+    counts: "dict[int, Tensor] | None" = None
+
+    def count(self, layer: int, routing: Routing) -> None:
+        """Note how many choices of a layer were given, and of how many. A layer that is computed again says the
+        same."""
+        if self.counts is not None:
+            given_Z = self.real_Z & False if routing.given_Z is None else self.real_Z & routing.given_Z
+            self.counts[layer] = torch.stack([given_Z.sum(), self.real_Z.sum()])
 
     @property
     def real_Z(self) -> Tensor:

@@ -2,16 +2,20 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
+import numpy as np
+import torch
 from numerics import gathering
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import Config
 from isoloss.engine.step.engine import Engine
+from isoloss.models.architecture import Architecture
 from isoloss.parallel.mesh import Mesh
 from isoloss.tools.prove import parity
 from isoloss.tools.prove.parity import Case, Measurement, thaw
@@ -23,11 +27,13 @@ STEPS = 2  # of the optimizer: weights that are gathered late are read by the se
 
 @dataclass(frozen=True)
 class Trial:
-    """config: in fp64, where every gradient is compared. stepped: the same in fp32 where the optimizer is a setting."""
+    """config: in fp64, where every gradient is compared. stepped: the same in fp32 where the optimizer is a setting.
+    routed: whether the samples name experts of their tokens."""
 
     case: Case
     config: Config
     stepped: Config | None
+    routed: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,26 @@ def measured(trials: Sequence[Trial], frozen: bytes, references: Sequence[str], 
     """references: two files for each trial begin with that path; they are read, or (write, one rank) written."""
     with one_mesh():
         return [_measured(trial, frozen, reference, write) for trial, reference in zip(trials, references, strict=True)]
+
+
+def with_routes(samples: Sequence[Sample], arch: Architecture) -> list[Sample]:
+    """The samples with random routes. Samples of a prompt have the same ones on the tokens that they begin with alike,
+    but those of the second prompt on the first of these alone, as from two servers. Some rows are missing, the last
+    of each sample and all of the last sample."""
+    assert arch.experts is not None
+    rng, found = np.random.default_rng(6), list[Sample]()
+    for sample in samples:
+        rows = rng.random((len(sample), sum(arch.sparse), arch.experts.count)).argsort(2)[..., : arch.experts.top_k]
+        routes = torch.from_numpy(rows).to(torch.int16)
+        for other in found:
+            size = min(len(sample), len(other))
+            alike = int((sample.tokens_T[:size] == other.tokens_T[:size]).long().cumprod(0).sum())
+            if other.group == sample.group and other.routes is not None:
+                alike = alike // 2 if sample.group == 1 else alike
+                routes[:alike] = other.routes[:alike]
+        routes[3::7] = routes[-1] = -1
+        found.append(replace(sample, routes=routes))
+    return [*found[:-1], samples[-1]]
 
 
 @contextlib.contextmanager
@@ -79,6 +105,8 @@ def _engine(config: Config) -> Iterator[Engine]:
 def _measured(trial: Trial, frozen: bytes, reference: str, write: bool) -> Found:
     samples, loss = thaw(frozen), trial.case.build()
     with _engine(trial.config) as engine:
+        if trial.routed:
+            samples = with_routes(samples, engine.arch)
         gradients: dict[str, Tensor] = {}
         optim_step = engine.optim_step
 
@@ -93,6 +121,7 @@ def _measured(trial: Trial, frozen: bytes, reference: str, write: bool) -> Found
             metrics, result = engine.train_step(samples, loss, lr=0.0)
         if write:
             save_file({name: g.contiguous() for name, g in gradients.items()} | as_tensors(choices), reference)
+        assert (metrics.replayed is not None) == trial.routed
         mesh = engine.mesh
         leader = (mesh.dp_context.rank() == 0 and mesh.tp.rank() == 0) or mesh.expert_dp.rank() == 0
         step = Measurement(

@@ -20,7 +20,7 @@ from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.parallel import Layout
 from isoloss.tools.prove.parity import Case
 from isoloss.tools.prove.proof import on_layout, rollout_fields
-from support.covering.kinds import KINDS
+from support.covering.kinds import KINDS, architecture
 from support.covering.rows import Row
 from support.covering.steps import Trial
 from support.models.families import VOCAB
@@ -31,6 +31,8 @@ LOSSES = {
     "gspo": AlgorithmConfig(loss="gspo", clip_low=0.02, clip_high=0.03),
     "reinforce": AlgorithmConfig(loss="reinforce", importance="sequence", importance_cap=3.0),
 }
+WITH_EXPERTS = [kind for kind in KINDS if architecture(kind, 2).experts]
+ROUTED = ("clip", "gspo")  # losses with which samples name the experts of their tokens
 LONGEST, SOME = 72, 120
 BUDGETS = {"single": LONGEST, "several": SOME, "all": 0}
 BOUNDS = {"exact": None, "bounded": 2.0, "too-small": 1.0}
@@ -90,4 +92,4 @@ def trial(row: Row, model: Path, *, stepped: bool) -> Trial:
     dealt = row.optimizer != "plain"
     of_steps = replace(parallel, distributed_optimizer=dealt, overlap_param_gather=row.optimizer == "gathered-late")
     in_fp32 = replace(config, parallel=of_steps, train=replace(config.train, precision="fp32"))
-    return Trial(case, config, in_fp32 if stepped else None)
+    return Trial(case, config, in_fp32 if stepped else None, row.kind in WITH_EXPERTS and row.loss in ROUTED)

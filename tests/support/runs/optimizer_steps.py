@@ -86,7 +86,9 @@ def by_torch(
 def fp64_model(folder: Path) -> Iterator[nn.Module]:
     """Of transformers, which computes norms and the attention's softmax in fp32 whatever the model's type is: in here
     they are replaced. Rotary angles stay fp32, as they do in the engine."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").double()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).double()
     module = sys.modules[type(model).__module__]
     with pytest.MonkeyPatch.context() as patches:
         transformers_fp64.compute_in(module, patches)

@@ -8,10 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from isoloss.engine.rl.backends.local.sampling import choose, noise_key
 from isoloss.engine.rl.backends.local.stop_strings import Decode, ends_in
+from isoloss.engine.rl.routes import known_rows, stacked
 from isoloss.engine.rl.trajectory import Completion, Finish, Request, Sampling
 
 MAX_PREFILL = 16384  # tokens that are read in one forward, padding included; a longer row is read alone
@@ -22,6 +24,8 @@ class ActiveSequence:
     """A request in flight and its tokens so far.
 
     stopped: whether the text of the tokens holds one of sampling.stop.
+    routes: routes of the tokens that the model has read, from the first token of the prompt on, [L, X] each; those of
+        a token that it reads again stay. Empty where none are asked for.
     """
 
     request: Request
@@ -30,6 +34,7 @@ class ActiveSequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     stopped: bool = False
+    routes: list[np.ndarray] = field(default_factory=list)
 
     @classmethod
     def start(cls, request: Request, sampling: Sampling) -> "ActiveSequence":
@@ -38,6 +43,8 @@ class ActiveSequence:
             row.tokens += request.partial.tokens
             row.logprobs += request.partial.logprobs
             row.versions += request.partial.versions
+            if sampling.routes is not None and request.partial.routes is not None:
+                row.routes += [*request.partial.routes[: known_rows(request.partial.routes)]]
         return row
 
     @property
@@ -57,7 +64,9 @@ class ActiveSequence:
 
     def completion(self) -> Completion:
         numbers = tuple(self.tokens), tuple(self.logprobs), tuple(self.versions)
-        return Completion(self.request.id, *numbers, self.finish or "abort")
+        form = self.sampling.routes
+        routes = None if form is None else stacked(self.routes, form, self.length)
+        return Completion(self.request.id, *numbers, self.finish or "abort", routes)
 
 
 class Batch(Protocol):

@@ -5,18 +5,21 @@ Rows stand one behind the other, one token each, as documents do in training: no
 V the vocabulary, R tokens of the packed row.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor, nn
 
+from isoloss.engine.batching.sample import UNKNOWN
 from isoloss.engine.rl.backends.local.base import LocalBackend
 from isoloss.engine.rl.backends.local.continuous_batching import ActiveSequence, Decoder
 from isoloss.engine.rl.backends.protocol import Bucket, Receives
+from isoloss.engine.rl.routes import RoutesForm
 from isoloss.engine.rl.trajectory import Sampling
 from isoloss.engine.run.folder import tokenizer_folder
 from isoloss.engine.step.engine import Engine
@@ -74,6 +77,11 @@ class CachedRows:
         return CachedRows([*self.rows, *other.rows], self.cache)
 
 
+def routes_of(rows: Sequence[ActiveSequence]) -> RoutesForm | None:
+    """Return the form of the routes that rows ask for; None where none does."""
+    return next((row.sampling.routes for row in rows if row.sampling.routes is not None), None)
+
+
 class MegatronDecoder(Decoder):
     """By the model's weights as they are when it first decodes.
 
@@ -96,8 +104,12 @@ class MegatronDecoder(Decoder):
         tokens = [token for context in place for token in context]
         positions = [position for length in lengths for position in range(length)]
         ends = torch.tensor(lengths).cumsum(0) - 1
-        logits_BV = self._forward(tokens, positions, lengths, ends, cache)
+        logits_BV, routes = self._forward(tokens, positions, lengths, ends, cache, routes_of(rows))
         cache.begin(source)
+        if routes is not None:
+            of_context = np.split(routes, np.cumsum(lengths)[:-1])
+            for row, index in zip(rows, source):
+                row.routes += [*of_context[index][len(row.routes) :]]
         if logits_BV is not None:
             logits_BV = logits_BV[torch.tensor(source, device=logits_BV.device)]
         return CachedRows(list(rows), cache), logits_BV
@@ -109,8 +121,12 @@ class MegatronDecoder(Decoder):
         if self._products is None and PackedProducts.serve(self._model):
             self._products = PackedProducts(self._model, count)
         with self._products.in_layers() if self._products else nullcontext():
-            logits_BV = self._forward(tokens, positions, [1] * count, torch.arange(count), batch.cache)
+            ends, form = torch.arange(count), routes_of(batch.rows)
+            logits_BV, routes = self._forward(tokens, positions, [1] * count, ends, batch.cache, form)
         batch.cache.grown()
+        if routes is not None:
+            for row, of_newest in zip(batch.rows, routes):
+                row.routes.append(of_newest)
         return logits_BV
 
     def idle(self) -> None:
@@ -129,21 +145,44 @@ class MegatronDecoder(Decoder):
         return chosen_2B[0].long(), chosen_2B[1]
 
     def _forward(
-        self, tokens: list[int], positions: list[int], lengths: list[int], at: Tensor, cache: KeyValueCache
-    ) -> Tensor | None:
-        """The logits at these places of a row of documents of these lengths, on the last stage."""
+        self,
+        tokens: list[int],
+        positions: list[int],
+        lengths: list[int],
+        at: Tensor,
+        cache: KeyValueCache,
+        routes: RoutesForm | None = None,
+    ) -> tuple[Tensor | None, np.ndarray | None]:
+        """The logits at these places of a row of documents of these lengths, on the last stage; and where `routes` are
+        asked for those of all tokens, on every rank."""
+        count, chosen = len(tokens), None if routes is None else dict[int, Tensor]()
         model, device = self._model, self._model.device
         rest = -len(tokens) % self._multiple
         both = upload(torch.tensor([tokens + [0] * rest, positions + list(range(rest))]), device)
         lengths = lengths + [rest] * (rest > 0)
 
         def forward(chunk: nn.Module) -> Tensor:
-            return forward_row(chunk, both[0], both[1], RoutedRow(lengths=tuple(lengths), cache=cache))
+            return forward_row(chunk, both[0], both[1], RoutedRow(lengths=tuple(lengths), cache=cache, chosen=chosen))
 
         hidden = through_stages(model.mesh, model.chunks, both.shape[1] // self._multiple, forward)
+        rows = None if routes is None or chosen is None else self._routes(routes, chosen, both.shape[1])[:count]
         if hidden is None:
-            return None
-        return model.logits(hidden, upload(at, device), self._products.head if self._products else None)
+            return None, rows
+        return model.logits(hidden, upload(at, device), self._products.head if self._products else None), rows
+
+    def _routes(self, form: RoutesForm, chosen: Mapping[int, Tensor], tokens: int) -> np.ndarray:
+        """Return the routes of a row, [tokens, L, X]. chosen: those of this rank's layers, for its part of the tokens.
+        One all-reduce over tp x pp."""
+        mesh = self._model.mesh
+        routes = torch.full(form.unknown(tokens).shape, UNKNOWN, dtype=torch.int32, device=self._model.device)
+        for place, index in enumerate(form.sparse):
+            if index + 1 in chosen:
+                of_layer = chosen[index + 1].int()
+                first = mesh.tp.rank() * len(of_layer) if len(of_layer) < tokens else 0
+                routes[first : first + len(of_layer), place] = of_layer
+        if mesh.stage.size() > 1:
+            dist.all_reduce(routes, dist.ReduceOp.MAX, group=mesh.stage)
+        return routes.short().numpy(force=True)
 
 
 class MegatronBackend(LocalBackend):

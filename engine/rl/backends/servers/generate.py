@@ -190,7 +190,7 @@ def complete(
             return None
         context = [*request.prompt_tokens, *so_far.tokens]
         try:
-            continuation = server.generate(request, context, sampling, budget)
+            continuation = server.generate(replace(request, partial=so_far), context, sampling, budget)
             wrong = fleet.damage(continuation, budget, sampling)
             if wrong is None and continuation.finish == "abort" and not aborted.is_set():
                 wrong = "an abort that nobody here asked for"

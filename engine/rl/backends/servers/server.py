@@ -88,7 +88,7 @@ class Server(ABC):
     @abstractmethod
     def generate(self, request: Request, tokens: Sequence[int], sampling: Sampling, budget: int) -> Completion:
         """Continue `tokens`, the prompt and what was made of the completion so far, by `budget` tokens at most; the new
-        tokens alone."""
+        tokens alone, with routes of all tokens that the request's partial completion knows none of."""
 
     @abstractmethod
     def pause(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from isoloss.engine.rl.backends.servers.api_key import ApiKey
 from isoloss.engine.rl.backends.servers.server import Refused, ServerLost
+from isoloss.engine.rl.backends.sglang.routes import with_routes
 from isoloss.engine.rl.backends.sglang.server import SGLangServer, read_reply, request_body
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 
@@ -76,7 +77,8 @@ class AdapterServer(SGLangServer):
                     raise ServerLost(f"{self.url} has lost the adapter {adapter.name}: {refused}") from None
                 raise
             try:
-                return read_reply(request.id, reply, adapter.version)
+                completion = read_reply(request.id, reply, adapter.version)
+                return with_routes(completion, reply, request, len(tokens), sampling)
             except ServerLost as lost:
                 raise ServerLost(f"{self.url}/generate: {lost}") from None
 

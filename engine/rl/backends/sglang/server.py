@@ -9,6 +9,7 @@ from typing import Any
 
 from isoloss.engine.rl.backends.servers.api_key import ApiKey
 from isoloss.engine.rl.backends.servers.server import Refused, Server, ServerInfo, ServerLost
+from isoloss.engine.rl.backends.sglang.routes import routes_request, with_routes
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 
 
@@ -25,7 +26,7 @@ class SGLangServer(Server):
     def generate(self, request: Request, tokens: Sequence[int], sampling: Sampling, budget: int) -> Completion:
         reply = self.post("/generate", request_body(request, tokens, sampling, budget))
         try:
-            return read_reply(request.id, reply)
+            return with_routes(read_reply(request.id, reply), reply, request, len(tokens), sampling)
         except ServerLost as lost:
             raise ServerLost(f"{self.url}/generate: {lost}") from None
 
@@ -112,7 +113,8 @@ class SGLangServer(Server):
 def request_body(request: Request, tokens: Sequence[int], sampling: Sampling, budget: int) -> dict[str, Any]:
     """Return the body of /generate."""
     params = sampling_params(request, sampling, budget)
-    return {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True}
+    routes = routes_request(request, sampling, len(tokens))
+    return {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True, **routes}
 
 
 def read_reply(request_id: str, reply: Mapping[str, Any], adapter: int | None = None) -> Completion:
