@@ -30,9 +30,9 @@ def of_loss(loss: Loss) -> set[str]:
 
 def writable() -> set[str]:
     config: Any = compose_config(
-        "grpo", RECIPES["grpo"].config, ["algorithm.kl_coef=0.1", "algorithm.entropy_coef=0.1"]
+        "grpo", RECIPES["grpo"].config, ["algorithm.kl_coef=0.1", "algorithm.entropy_coef=0.1", "algorithm.veto=1e-4"]
     )[0]
-    step = StepMetrics(0.0, 0.0, 1.0, 1, 1, 1, 1, 1, reruns=0)
+    step = StepMetrics(0.0, 0.0, 1.0, 1, 1, 1, 1, 1, reruns=0, replayed=1.0)
     critic: Any = Critic.__new__(Critic)  # without a model: its metrics are asked for alone
     critic._engine = SimpleNamespace(train_step=lambda samples, loss: (step, OptimResult(1.0, 1.0, True)))
     critic._loss = value_loss(config.algorithm, config.loss)

@@ -200,7 +200,7 @@ def test_partial_completions_are_part_of_the_checkpoint(trainer):
     _, state = torch.load(run.folder / "state", weights_only=True)
     assert state["ledger"]["in_flight"] == [3, 4, 5]
     ids = {each[0] for each in state["completions"]}
-    complete = {each[0] for each in state["completions"] if each[-1] == "stop"}
+    complete = {id for id, *_, finish, _ in state["completions"] if finish == "stop"}
     assert all(int(id.split("/")[1]) in (3, 4, 5) for id in ids) and complete and ids - complete
     run.kill()
     run.start()

@@ -71,6 +71,11 @@ async def catches(session, row):
     except session.Over:
         return 0.5
 
+async def nan(session, row):
+    await talk(session, row, 1)
+    return float("nan")
+
+
 async def nothing(session, row):
     await session.chat(row["prompt"])
 
@@ -183,7 +188,12 @@ def test_limits_end_a_session_and_not_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, why", [("nothing", "returned None"), ("beyond", "returned a reward of turn 1, and the session has 1 turns")]
+    "name, why",
+    [
+        ("nothing", "returned None"),
+        ("nan", "returned nan"),
+        ("beyond", "returned a reward of turn 1, and the session has 1 turns"),
+    ],
 )
 def test_what_is_no_reward_is_a_fault(tmp_path, name, why):
     found, _ = played(tmp_path, name, retries=0)
@@ -235,6 +245,15 @@ def test_nothing_is_left_running(tmp_path):
         (worker,) = model.agents._pool.workers
     with pytest.raises(ProcessLookupError):
         os.kill(worker.process.pid, 0)
+
+
+def test_sessions_are_dealt_to_the_processes(tmp_path):
+    (tmp_path / "agent.py").write_text("def agent(session, row): ...")
+    pool = AgentPool(f"{tmp_path}/agent.py:agent", 2, None)
+    try:
+        assert pool.begin("one", {}, 0, None, "") is not pool.begin("two", {}, 0, None, "")
+    finally:
+        pool.close()
 
 
 def test_concurrency_is_by_owner(tmp_path):
