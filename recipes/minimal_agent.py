@@ -2,7 +2,7 @@
 
     python -m isoloss.recipes.minimal_agent [FOLDER [STEPS]]     # make agent; writes FOLDER/sft and FOLDER/rl
 
-Every row has a secret table, from letters to digits. The prompt names two letters, the tool tells one digit when the
+Every row has a secret table, from letters to digits. The prompt names two letters, the tool gives one digit when the
 model says `look:x`, and the answer is both digits. No weights can know the table, so what is above 1 % comes through
 the tool. The model starts from careless demonstrations, which look up both letters in 40 % of the cases and guess else.
 """

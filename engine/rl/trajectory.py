@@ -191,7 +191,7 @@ class Turn:
     """A call of the model.
 
     prompt_tokens: token ids that the model read; `Absent` in an outline.
-    completion: what it made of them.
+    completion: completion of these tokens.
     reward: the part of the trajectory's reward that belongs to this turn; the rest belongs to the last one.
     excluded: reason why the completion is no target, such as "unread"; None: it is one.
     """
@@ -212,11 +212,11 @@ class Trajectory:
 
     turns: in the order in which they were made; one where a prompt is simply completed.
     text: text of the completion, or of the last one; "" in an outline.
-    reward: of the whole trajectory; math.nan where a reward function or the environment failed or none applies, as
-        `error` says: it is then masked.
+    reward: reward of the whole trajectory; math.nan where a reward function or the environment failed or none applies,
+        as `error` says: it is then masked.
     parts: results of the reward functions, unweighted, by label of the function.
     timed_out: whether the verification ran out of time, which gives 0.
-    events: what the record of the run tells beside these, such as messages; an outline has its counts alone.
+    events: further entries of rollouts.jsonl, such as messages; an outline has the counts alone.
     """
 
     id: str

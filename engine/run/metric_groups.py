@@ -14,7 +14,7 @@ GROUPS = {
     "policy": "kl entropy clip_fraction",
     "mismatch": """
         train_rollout_logprob_diff train_rollout_logprob_diff_max train_rollout_kl train_rollout_outliers
-        train_rollout_correlation staleness_mean staleness_max
+        train_rollout_correlation rejected_fraction staleness_mean staleness_max
     """,
     "optim": "grad_norm lr applied critic_grad_norm critic_lr",
     "time": """

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from isoloss.engine.data.chat import load_tokenizer
-from isoloss.engine.rl.agents.dialogue import Dialogue, Told
+from isoloss.engine.rl.agents.dialogue import Dialogue, Exchange
 from isoloss.engine.rl.agents.tool_calls import EXAMPLE_TOOL, hermes
 from isoloss.engine.rl.trajectory import Completion, Finish
 from isoloss.parallel import UserError
@@ -49,10 +49,10 @@ def second(dialogue, tokens, finish: Finish = "stop", tools=None):
     counts: Counter[str] = Counter()
     normal, read = dialogue.prompt([USER], tools, [], counts)
     reply = dialogue.reply(Completion("x", tokens, [0.0] * len(tokens), [0] * len(tokens), finish), read, tools, 0)
-    told = Told(dialogue.told([*normal, reply], tools), (*read, *tokens), finish == "stop", reply)
+    exchange = Exchange(dialogue.normal_form([*normal, reply], tools), (*read, *tokens), finish == "stop", reply)
     assert not counts
     messages = [USER, reply, {"role": "tool", "content": "7"}]
-    _, again = dialogue.prompt(messages, tools, [told], counts)
+    _, again = dialogue.prompt(messages, tools, [exchange], counts)
     return reply, read, again, counts
 
 
@@ -127,9 +127,9 @@ def test_another_list_of_tools_is_another_history():
     dialogue, tokens = Dialogue(tokenizer(), {}, "append", "hermes"), [*ids("go"), STOP]
     normal, read = dialogue.prompt([USER], None, [], Counter())
     reply = {"role": "assistant", "content": "go"}
-    told = Told(dialogue.told([*normal, reply], None), (*read, *tokens), True, reply)
+    exchange = Exchange(dialogue.normal_form([*normal, reply], None), (*read, *tokens), True, reply)
     counts: Counter[str] = Counter()
-    _, again = dialogue.prompt([USER, reply, USER], [EXAMPLE_TOOL], [told], counts)
+    _, again = dialogue.prompt([USER, reply, USER], [EXAMPLE_TOOL], [exchange], counts)
     assert "look_up" in TOKENIZER.decode(list(again)) and not counts
 
 

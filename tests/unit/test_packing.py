@@ -71,6 +71,7 @@ def concatenated(shards: list[PackedBatch], ring: int = 1) -> PackedBatch:
         members_SP=shards[0].members_SP,
         length_S=shards[0].length_S,
         start_S=shards[0].start_S,
+        sequence_S=shards[0].sequence_S,
         labelled_N=labeled[label_order],
         targets_N=of_labels([shard.targets_N for shard in shards]),
         document_N=of_labels([shard.document_N for shard in shards]),

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Protocol
 
-from isoloss.engine.rl.agents.dialogue import Dialogue, Told
+from isoloss.engine.rl.agents.dialogue import Dialogue, Exchange
 from isoloss.engine.rl.agents.pool import AgentPool, AgentWorker
 from isoloss.engine.rl.agents.session import Session
 from isoloss.engine.rl.trajectory import Completion, Prompt, Request, Trajectory
@@ -44,7 +44,7 @@ class Limits:
 
 
 class Owner(Protocol):
-    """What begins sessions and has their requests answered. Its methods are called from the thread of `Agents`."""
+    """Begins sessions and has their requests answered. Its methods are called from the thread of `Agents`."""
 
     def request(self, request: Request, max_new_tokens: int) -> None:
         """Have a request answered; the answer comes to `Agents.answered`."""
@@ -66,8 +66,8 @@ class Running:
     worker: the process of its present try; None before it has begun.
     waiting: for each request in flight, what takes its reply; several where a client asked again before it came.
     deadline: when the agent is to have called or ended, by time.monotonic; infinite while the model has a call of it.
-    cancelled: whether it was told to end for its time. over: whether it was told that a limit is reached.
-    key: what a client of the endpoint shows for the present try.
+    cancelled: whether its time has ended it. over: whether a call of it was refused at a limit.
+    key: key of the endpoint for the present try.
     """
 
     session: Session
@@ -268,9 +268,9 @@ class Agents:
         read = call.request.prompt_tokens
         message = self._dialogue.reply(completion, read, call.tools, number)
         # The reply as the client will send it back, with the arguments as objects.
-        told = self._dialogue.told([*call.messages, message], call.tools)
+        whole = self._dialogue.normal_form([*call.messages, message], call.tools)
         tokens = (*read, *completion.tokens)
-        session.told[number] = Told(told, tokens, completion.finish == "stop", message)
+        session.exchanges[number] = Exchange(whole, tokens, completion.finish == "stop", message)
         self._reply(running, answer_of(message, completion, read), replies)
 
     def _over(self, running: Running, why: str, reply: Reply) -> None:
@@ -294,7 +294,7 @@ class Agents:
         if request.id in running.waiting:
             running.waiting[request.id].append(reply)
         else:
-            answer = answer_of(session.told[found].message, session.record[request.id], request.prompt_tokens)
+            answer = answer_of(session.exchanges[found].message, session.record[request.id], request.prompt_tokens)
             self._reply(running, answer, [reply])
         session.repeated += 1
         return True
@@ -328,7 +328,7 @@ class Agents:
                 self._out_of_time(running) if running.cancelled else self._fault(running, why)
 
     def _out_of_time(self, running: Running) -> None:
-        if running.session.told:  # the policy can cause it
+        if running.session.exchanges:  # the policy can cause it
             self._end(running, 0.0, None)
         else:
             self._fault(running, f"no call of the model within agent.timeout={self._limits.timeout:g} seconds")

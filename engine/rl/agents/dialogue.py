@@ -25,11 +25,11 @@ MARK = "a reply 7f3a91c2 that stands here"  # in place of a reply, to see what t
 
 
 @dataclass(frozen=True)
-class Told:
+class Exchange:
     """A reply and what stood before it.
 
     messages: `canonical` of the tools and the conversation, with the reply at its end.
-    tokens: what the model read and made. stopped: whether a stop token is at their end.
+    tokens: tokens that the model read and made. stopped: whether a stop token is at their end.
     message: the reply.
     """
 
@@ -56,11 +56,11 @@ class Dialogue:
             check_round_trip(self._parser, *self._written_call(), key)
 
     def prompt(
-        self, messages: Sequence[Message], tools: Any, told: Sequence[Told], counts: Counter[str]
+        self, messages: Sequence[Message], tools: Any, exchanges: Sequence[Exchange], counts: Counter[str]
     ) -> tuple[list[Message], tuple[int, ...]]:
         """Return the messages in their normal form, and the tokens that the model is to read.
 
-        told: the replies of the session so far, the oldest first.
+        exchanges: replies of the session so far, the oldest first.
         counts: how the history came about, by names of metrics; one is added.
         Raises UserError for messages that the template cannot write.
         """
@@ -76,7 +76,7 @@ class Dialogue:
         read = as_the_template_reads(normal, "messages", template, "use a model with a chat template")
         tokens = tuple(render(read, template, prompt=True)[1])
         asked = canonical(normal, template.tools)
-        before = [each for each in told if asked[: len(each.messages)] == each.messages]
+        before = [each for each in exchanges if asked[: len(each.messages)] == each.messages]
         if not before:
             return normal, tokens
         last = max(before, key=lambda each: len(each.messages))
@@ -109,14 +109,14 @@ class Dialogue:
                 return {"role": "assistant", "content": bare(text, self._tokenizer), "tool_calls": entries}
         return {"role": "assistant", "content": plain}
 
-    def told(self, messages: Sequence[Message], tools: Any) -> tuple[str, ...]:
+    def normal_form(self, messages: Sequence[Message], tools: Any) -> tuple[str, ...]:
         """Return `canonical` of a conversation that ends with a reply of `reply`."""
         return canonical(check_messages(list(messages), "messages", "chat").messages, check_tools(tools, "chat"))
 
     def _decode(self, tokens: list[int], **options: bool) -> str:
         return self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False, **options)
 
-    def _behind(self, read: Sequence[Message], at: int, template: Template, last: Told) -> list[int] | None:
+    def _behind(self, read: Sequence[Message], at: int, template: Template, last: Exchange) -> list[int] | None:
         """Return the tokens that the template writes behind the reply at messages[at]; None if that is not to be
         seen."""
         reply = {"role": "assistant", "content": MARK}

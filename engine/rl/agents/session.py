@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from isoloss.engine.rl.agents.dialogue import Message, Told
+from isoloss.engine.rl.agents.dialogue import Exchange, Message
 from isoloss.engine.rl.trajectory import Completion, Prompt, Request, Trajectory, Turn
 
 
@@ -31,7 +31,7 @@ class Session:
 
     record: completions by the names of their requests, of all tries.
     calls: calls of the present try, by their number.
-    told: replies of the present try, in the order of their calls.
+    exchanges: replies of the present try, by their calls.
     faults: reasons of the tries that ended by a fault.
     counts: how histories came about, by names of metrics.
     repeated: answers that were given again to a client that had lost them.
@@ -42,7 +42,7 @@ class Session:
     record: dict[str, Completion] = field(default_factory=dict)
     prompts: dict[str, Sequence[int]] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
-    told: dict[int, Told] = field(default_factory=dict)
+    exchanges: dict[int, Exchange] = field(default_factory=dict)
     equal: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -50,7 +50,7 @@ class Session:
 
     def begin(self) -> None:
         """Begin a try. The record stays."""
-        self.calls, self.told, self.equal, self.counts = [], {}, Counter(), Counter()
+        self.calls, self.exchanges, self.equal, self.counts = [], {}, Counter(), Counter()
 
     def ask(self, messages: list[Message], tools: Any, tokens: tuple[int, ...], given: tuple[Any, Any]) -> Call:
         """Return the next call of this try."""
@@ -71,8 +71,8 @@ class Session:
         return equal[-1] if equal else None
 
     @property
-    def replies(self) -> list[Told]:
-        return [told for _, told in sorted(self.told.items())]
+    def replies(self) -> list[Exchange]:
+        return [each for _, each in sorted(self.exchanges.items())]
 
     @property
     def tokens(self) -> int:
@@ -106,17 +106,17 @@ class Session:
         )
 
     def _last_text(self) -> str:
-        return self.messages[-1].get("content") or "" if self.told else ""
+        return self.messages[-1].get("content") or "" if self.exchanges else ""
 
     @property
     def messages(self) -> list[Message]:
         """Return the messages of the last call and its reply."""
-        last = max(self.told)
-        return [*self.calls[last].messages, self.told[last].message]
+        last = max(self.exchanges)
+        return [*self.calls[last].messages, self.exchanges[last].message]
 
     def _events(self, turns: Sequence[Turn], ended: bool) -> Mapping[str, Any]:
         return {
-            "messages": self.messages if self.told else [],
+            "messages": self.messages if self.exchanges else [],
             "tools": self.calls[-1].tools if self.calls else None,
             "turns": [
                 {
@@ -128,7 +128,7 @@ class Session:
                 }
                 for turn in turns
             ],
-            "tool_calls": sum(len(told.message.get("tool_calls", ())) for told in self.told.values()),
+            "tool_calls": sum(len(each.message.get("tool_calls", ())) for each in self.exchanges.values()),
             "turns_with_tools": sum(bool(call.tools) for call in self.calls),
             "tries": len(self.faults) + ended,
             "faults": list(self.faults),

@@ -101,6 +101,8 @@ EXPERTS = (
 BALANCE = (
     no("dense", "moe.aux_loss=sequence moe.aux_loss_coef=1e-4", "this one is dense", "leave it at none"),
     no("tied", "moe.z_loss_coef=0.001", "this one is dense", "leave it at 0"),
+    no("dense", "rollout.routing_replay=true rollout.backend=megatron", "this one is dense", "set it to false",
+       recipe="grpo"),
     no("dense", "moe.bias_update_rate=0.001", "this one is dense", "leave it at 0"),
     no("dense", "moe.dispatcher=deepep", "this one is dense", "leave it at alltoall"),
     no("moe", "moe.dispatcher=deepep", "every rank has all experts", "moe.dispatcher=alltoall"),
