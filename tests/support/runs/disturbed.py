@@ -29,7 +29,6 @@ from support.faults.faults import Operations
 from support.runs.phases import MOMENTS, WRITING, watch
 
 
-
 @dataclass(frozen=True)
 class Strike:
     """The moment, which of its passings from now on, on which rank. disk: instead of a stop, a fault of the disk

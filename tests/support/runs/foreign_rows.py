@@ -1,8 +1,9 @@
 """Rows as the documentation of other projects has them, and the messages that stand in them, written by hand.
 
 Sources: TRL docs/source/dataset_formats.md; ms-swift docs/source_en/Customization/Custom-dataset.md and
-Instruction/Agent-support.md; LLaMA-Factory data/README.md; OpenAI's reference of fine-tuning (FineTuneChatRequestInput);
-verl examples/data_preprocess/gsm8k.py; slime docs/en/get_started/quick_start.md; GSM8K's and MATH's own columns.
+Instruction/Agent-support.md; LLaMA-Factory data/README.md; OpenAI's reference of fine-tuning
+(FineTuneChatRequestInput); verl examples/data_preprocess/gsm8k.py; slime docs/en/get_started/quick_start.md; GSM8K's and
+MATH's own columns.
 """
 
 import csv
@@ -74,7 +75,8 @@ SFT: dict[str, tuple[dict, dict, str]] = {
         "messages",
     ),
     "ms-swift ShareGPT": (
-        {"system": "<system>", "conversation": [{"human": "q1", "assistant": "r1"}, {"human": "q2", "assistant": "r2"}]},
+        {"system": "<system>",
+         "conversation": [{"human": "q1", "assistant": "r1"}, {"human": "q2", "assistant": "r2"}]},
         {"messages": [system("<system>"), user("q1"), assistant("r1"), user("q2"), assistant("r2")]},
         "human/assistant",
     ),
@@ -84,7 +86,8 @@ SFT: dict[str, tuple[dict, dict, str]] = {
         "Alpaca",
     ),
     "ms-swift query-response": (
-        {"system": "<system>", "query": "<query2>", "response": "<response2>", "history": [["<query1>", "<response1>"]]},
+        {"system": "<system>", "query": "<query2>", "response": "<response2>",
+         "history": [["<query1>", "<response1>"]]},
         {"messages": [system("<system>"), user("<query1>"), assistant("<response1>"), user("<query2>"),
                       assistant("<response2>")]},
         "query/response",
@@ -104,7 +107,7 @@ SFT: dict[str, tuple[dict, dict, str]] = {
         "Alpaca",
     ),
     "LLaMA-Factory ShareGPT": (
-        {"conversations": GPT_FUNCTIONS, "system": "system prompt", "tools": "[%s]" % str(WEATHER).replace("'", '"')},
+        {"conversations": GPT_FUNCTIONS, "system": "system prompt", "tools": json.dumps([WEATHER])},
         {"messages": [system("system prompt"), *CALLED], "tools": [WEATHER]},
         "ShareGPT",
     ),

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.runs.runs import TIMES
 from torch import Tensor
 
 from isoloss.engine import (
@@ -38,6 +37,7 @@ from isoloss.engine import (
 )
 from isoloss.engine.rl.losses import clip_loss
 from isoloss.engine.run.records import RunRecords
+from support.runs.runs import TIMES
 
 STEPS = 4
 

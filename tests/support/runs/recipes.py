@@ -6,8 +6,8 @@ from pathlib import Path
 from isoloss.engine.config.schema import Config
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.loop import train_rl
-from isoloss.engine.sft.loop import train_sft
 from isoloss.engine.run.records import RunRecords
+from isoloss.engine.sft.loop import train_sft
 from isoloss.engine.step.engine import Engine
 from isoloss.recipes import minimal_rl, minimal_sft
 from isoloss.recipes.launch import compose_config

@@ -22,8 +22,8 @@ from isoloss.engine.step.engine import Engine
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.prove.proof import on_layout
-from support.runs.phases import GRPO, watch
 from support.ranks.rank0 import of_rank_0
+from support.runs.phases import GRPO, watch
 from support.runs.runs import write_model, write_rows
 from support.runs.training import Arrays, Killed, weights
 

@@ -18,8 +18,8 @@ from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.engine.step.engine import Engine
 from isoloss.models.mcore.weight_stream import Named, Receives
 from support.models.families import VOCAB
-from support.ranks.rank0 import of_rank_0
 from support.models.transformers_parity import TOKEN_MEAN, make_engine, make_samples
+from support.ranks.rank0 import of_rank_0
 from support.runs.waiting import until
 
 

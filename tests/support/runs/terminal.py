@@ -16,8 +16,8 @@ from typing import Self
 
 import pytest
 
-from support.runs.waiting import until
 from isoloss.parallel.runtime import console
+from support.runs.waiting import until
 
 CODE = re.compile(r"\x1b\[([\d;?]*)([A-Za-z])|(\r)|(\n)|([^\x1b\r\n])")
 

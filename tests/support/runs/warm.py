@@ -1,5 +1,6 @@
 """Commands and whole torchrun jobs as forks of an interpreter that has imported torch, transformers and Megatron-Core:
-seven CPU seconds less a process. `Popen` and `run` are those of `subprocess`, for `[sys.executable, "-m", ...]` and `[sys.executable, FILE, ...]`.
+seven CPU seconds less a process. `Popen` and `run` are those of `subprocess`, for `[sys.executable, "-m", ...]` and
+`[sys.executable, FILE, ...]`.
 
 A fork has the arguments, environment, folder, standard streams and session that it was asked for, runs its program as
 `__main__`, and leaves Python as any process does. What it does not have is the import itself: variables that are read
@@ -24,8 +25,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from multiprocessing.connection import wait
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
