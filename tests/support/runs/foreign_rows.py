@@ -2,8 +2,8 @@
 
 Sources: TRL docs/source/dataset_formats.md; ms-swift docs/source_en/Customization/Custom-dataset.md and
 Instruction/Agent-support.md; LLaMA-Factory data/README.md; OpenAI's reference of fine-tuning
-(FineTuneChatRequestInput); verl examples/data_preprocess/gsm8k.py; slime docs/en/get_started/quick_start.md; GSM8K's and
-MATH's own columns.
+(FineTuneChatRequestInput); verl examples/data_preprocess/gsm8k.py; slime docs/en/get_started/quick_start.md; GSM8K's
+and MATH's own columns.
 """
 
 import csv
