@@ -54,7 +54,8 @@ def continued(first: np.ndarray | None, then: np.ndarray | None, total: int) -> 
     """
     if first is None or then is None:
         return then if first is None else _longer(first, total)
-    return np.where(_longer(first, len(then)) == UNKNOWN, then, _longer(first, len(then)))
+    first = _longer(first, len(then))
+    return np.where(first == UNKNOWN, then, first)
 
 
 def stacked(rows: Sequence[np.ndarray], form: RoutesForm, tokens: int) -> np.ndarray:

@@ -58,15 +58,14 @@ def added() -> dict[str, str]:
     return {name: value for name, value in _added.items() if os.environ.get(name) == value}
 
 
-def of_other_programs() -> dict[str, str]:
+def of_other_programs(hidden: str | None = None) -> dict[str, str]:
     """Return this process's environment for a program that is not one of torchrun's ranks.
 
     torchrun's variables are left out: with them, a program that uses torch.distributed would join this run's store. So
     are variables that were added for training.
+    hidden: a further variable to leave out, such as one with a key.
     """
-    for_training = added()
+    left_out = {*OF_TORCHRUN, *added(), hidden}
     return {
-        key: value
-        for key, value in os.environ.items()
-        if key not in OF_TORCHRUN and not key.startswith("TORCHELASTIC_") and key not in for_training
+        key: value for key, value in os.environ.items() if key not in left_out and not key.startswith("TORCHELASTIC_")
     }

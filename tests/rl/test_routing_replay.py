@@ -1,5 +1,5 @@
-"""The trained model records the experts that it chose while it generated: the trainer that is told them says of every
-token what the rollout said of it, and one that is not does not."""
+"""The trained model records the experts that it chose while it generated: a trainer that replays them has the
+rollout's log-probability of every token, and one that does not has others."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The cookbook's `weights.build_hf_model` on adapters of ours: it merges them as `tools.convert merge`, or says no."""
+"""The cookbook's `weights.build_hf_model` merges our adapters as `tools.convert merge` does, or raises."""
 
 import json
 import os

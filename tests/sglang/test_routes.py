@@ -1,4 +1,4 @@
-"""Routes in SGLang's answers: a server's own choices reach the sample, and what is no routes is told in a line."""
+"""Routes in SGLang's answers: a server's own choices reach the sample, and bad routes raise an error of one line."""
 
 import base64
 from collections.abc import Iterator

@@ -125,7 +125,7 @@ def with_numbers(sample, scales):
 
 
 def prepared(kind, algorithm, rewards=(0.0, 0.0, 0.0)):
-    """Fields by token of the trajectory of three turns, beside two others in its group."""
+    """Return fields by token of the trajectory of three turns, whose group has two others."""
     config = RLConfig(ModelConfig("x"), algorithm=algorithm)
     others = [trajectory([turn([1, 2], [21, 22])], 0.5, "p/0/1"), trajectory([turn([1, 2], [23])], 0.0, "p/0/2")]
     group = Group(0, PROMPT, (trajectory(three_turns(kind, rewards), 2.0), *others))

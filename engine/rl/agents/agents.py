@@ -229,8 +229,7 @@ class Agents:
         left = min(limits.reply, limits.tokens - session.tokens)
         if event["max_tokens"] is not None:
             left = min(left, event["max_tokens"])
-        known = again and self._asked_before(running, event, reply)
-        if known:
+        if again and self._asked_before(running, event, reply):
             return
         if len(session.calls) >= limits.turns or left < 1:
             which = "agent.max_turns" if len(session.calls) >= limits.turns else "agent.max_tokens"

@@ -26,13 +26,12 @@ class AgentWorker:
     def __init__(self, command: list[str], first: Mapping[str, Any], stdout: int, hidden: str | None, events: Any):
         there, here = os.pipe()
         answers, written = os.pipe()
-        variables = {key: value for key, value in environment.of_other_programs().items() if key != hidden}
         try:
             self.process = Helper(
                 [*command, str(there), str(written)],
                 stdout=stdout,
                 pass_fds=[there, written],
-                env={**variables, "OMP_NUM_THREADS": "1"},
+                env={**environment.of_other_programs(hidden), "OMP_NUM_THREADS": "1"},
             )
         except OSError as error:
             raise UserError(f"environment.python={command[0]} cannot be started ({error}): correct it") from error

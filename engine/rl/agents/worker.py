@@ -2,12 +2,11 @@
 
 It imports the standard library alone, and what the agent imports; `environment.python` may be another interpreter.
 
-The parent sends JSON over CONNECTION, a line each: first {path, function}, then {begin: session, row, seed, url,
-key}, {reply:
-session, call, message} and {cancel: session}. The worker writes lines of JSON on ANSWERS: {ready: null, or why the
-function cannot be loaded}, then {session, call, messages, tools, max_tokens}, and for the end of a session {session,
-end} with the rewards or {session, fault} with a reason. Each session has a thread and an event loop of its own, so one
-that blocks keeps no other waiting.
+The parent sends JSON over CONNECTION, a line each: first {path, function}, then {begin: session, row, seed, url, key},
+{reply: session, call, answer} and {cancel: session}. The worker writes lines of JSON on ANSWERS: {ready: null, or why
+the function cannot be loaded}, then {session, call, messages, tools, max_tokens}, and for the end of a session
+{session, end} with the rewards or {session, fault} with a reason. Each session has a thread and an event loop of its
+own, so one that blocks keeps no other waiting.
 """
 
 import asyncio

@@ -144,12 +144,11 @@ class RewardPool:
     def _start(self) -> None:
         here, there = Pipe()
         answers, written = os.pipe()
-        variables = {key: value for key, value in environment.of_other_programs().items() if key != self._hidden}
         process = Helper(
             [sys.executable, str(WORKER), str(there.fileno()), str(written)],
             stdout=self._printed.descriptor,
             pass_fds=[there.fileno(), written],
-            env={**variables, "OMP_NUM_THREADS": "1"},
+            env={**environment.of_other_programs(self._hidden), "OMP_NUM_THREADS": "1"},
         )
         there.close()
         os.close(written)
